@@ -1,0 +1,56 @@
+"""Every error a user can cause, and nothing else.
+
+    TrilobiteError
+    ├── CheckpointError (ValueError)       a checkpoint on disk is missing, incomplete, corrupt or of an unknown kind
+    │   └── FormatVersionError             written by a newer or unknown format version
+    ├── ArchitectureError (ValueError)     tensors that match no role, or a model class nobody provides
+    ├── RecipeError (ValueError)           a recipe that cannot be read, or that does not fit this checkpoint
+    ├── ShapeError (ValueError)            tensors whose shapes, dtypes or devices do not fit together
+    ├── WeightError (ValueError)           weights that cannot be quantized: NaN, infinite, out of range
+    ├── DestinationError (OSError)         the place to write to is full, occupied, or made by something else
+    ├── EvaluationError (ValueError)       a text or task that cannot be measured
+    └── MissingExtraError (ImportError)    an optional dependency is not installed
+
+Each message says what was found, the rule, and what to do. The command line prints it as one line and exits with
+status 1; a traceback means a bug of ours.
+"""
+
+
+class TrilobiteError(Exception):
+    """Base class: catch this to catch everything that Trilobite raises on purpose."""
+
+
+class CheckpointError(TrilobiteError, ValueError):
+    """A checkpoint on disk is missing, incomplete, corrupt or of an unknown kind."""
+
+
+class FormatVersionError(CheckpointError):
+    """A packed checkpoint was written in a format version that this release does not read."""
+
+
+class ArchitectureError(TrilobiteError, ValueError):
+    """Tensors match no role, or no model class is known for the checkpoint."""
+
+
+class RecipeError(TrilobiteError, ValueError):
+    """A recipe cannot be read, or does not fit the checkpoint."""
+
+
+class ShapeError(TrilobiteError, ValueError):
+    """Shapes, dtypes or devices of tensors do not fit together."""
+
+
+class WeightError(TrilobiteError, ValueError):
+    """Weights cannot be quantized because they are NaN, infinite or out of range."""
+
+
+class DestinationError(TrilobiteError, OSError):
+    """The destination is full, occupied, or was made by something else."""
+
+
+class EvaluationError(TrilobiteError, ValueError):
+    """A text or a task cannot be measured."""
+
+
+class MissingExtraError(TrilobiteError, ImportError):
+    """An optional dependency is not installed."""

@@ -1,0 +1,206 @@
+"""Grouped affine integers: `w = scale * q + offset`, codes and metadata side by side in tiles.
+
+A weight [N, K] is cut into tiles of 16 rows x one group of G columns. A tile is its codes (G/32 blocks, see
+`bitpack`) followed by its metadata, little endian:
+
+    asymmetric                16 x scale fp16, 16 x offset fp16     w = scale * q + offset
+    symmetric                 16 x scale fp16                       w = scale * (q - 2**(bits-1))
+    asymmetric, double quant  16 x scale uint8, 16 x offset uint8   decoded by the supergroup's fp32 pairs
+    symmetric, double quant   16 x scale uint8
+
+Rows past N are zero codes with zero metadata. With double quantization the scales (and offsets) of a supergroup, that
+is of the 16 rows x 8 consecutive groups of one band (16 groups for 4-bit codes and above), are themselves 8-bit
+affine: 128 or 256 values share one fp32 (step, base) pair, as in the offloading paper (MoE offloading, section 3.3).
+
+The offset is the paper's zero point in weight units: offset = -scale * z (MiLo eq. 3).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import ShapeError, WeightError
+from trilobite.formats.bitpack import BLOCK, ROWS, block_bytes, pack_blocks, unpack_blocks
+from trilobite.recipe import Format
+
+FP16_MAX = 65504.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The quantization grid of a matrix as it will be stored: what rounding has to use.
+
+    scale: [N, K/G] fp32, the stored (rounded) scales    offset: [N, K/G] fp32, `scale * 0 + offset` decodes code 0
+    stored: metadata bytes [ceil(N/16), K/G, M] uint8     super: [ceil(N/16), S, 2 or 4] fp32, or None
+    """
+
+    scale: Tensor
+    offset: Tensor
+    stored: Tensor
+    super: Tensor | None
+
+
+def tile_bytes(fmt: Format, k: int) -> int:
+    """Bytes of one tile: codes and metadata of 16 rows x one group."""
+    return fmt.group_size(k) // BLOCK * block_bytes(fmt.bits) + _meta_bytes(fmt)
+
+
+def _meta_bytes(fmt: Format) -> int:
+    return ROWS * (1 if fmt.symmetric else 2) * (1 if fmt.double_quant else 2)
+
+
+def supergroup(fmt: Format) -> int:
+    """Groups along K that share one second-level pair (double quantization only)."""
+    return 16 if fmt.bits >= 4 else 8
+
+
+def packed_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int]:
+    """Shape of the `weight_packed` tensor, uint8, of an [n, k] matrix.
+
+    Raises ShapeError when the group does not divide K or is no multiple of 32.
+    """
+    g = fmt.group_size(k)
+    if k % g or g % BLOCK:
+        raise ShapeError(
+            f"K={k} does not divide into groups of {g} columns; a group must divide K and be a multiple of {BLOCK}"
+        )
+    return -(-n // ROWS), k // g, tile_bytes(fmt, k)
+
+
+def scale_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int] | None:
+    """Shape of the second-level `weight_scale` tensor, fp32, or None without double quantization."""
+    if not fmt.double_quant:
+        return None
+    bands, groups, _ = packed_shape(fmt, n, k)
+    return bands, -(-groups // supergroup(fmt)), 2 if fmt.symmetric else 4
+
+
+def format_of(packed: Tensor, scale: Tensor | None, k: int) -> Format:
+    """Read the format off the shapes of the stored tensors: they determine it.
+
+    packed: [ceil(N/16), K/G, tile] uint8    scale: second-level tensor or None
+    Raises ShapeError when no format has such a tile.
+    """
+    if packed.dim() != 3 or packed.shape[1] == 0 or k % packed.shape[1]:
+        raise ShapeError(f"packed tensor of shape {list(packed.shape)} does not belong to a matrix with K={k}")
+    group = k // packed.shape[1]
+    for bits in (2, 3, 4, 8):
+        for symmetric in (False, True):
+            fmt = Format(bits=bits, group=group, symmetric=symmetric, double_quant=scale is not None)
+            if group % BLOCK == 0 and tile_bytes(fmt, k) == packed.shape[2]:
+                return fmt
+    raise ShapeError(f"tiles of {packed.shape[2]} bytes for groups of {group} columns belong to no known format")
+
+
+def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
+    """Round scales and offsets to what the format stores.
+
+    scale: [N, K/G] fp32    offset: [N, K/G] fp32, or None for a symmetric format
+    Raises WeightError when a value exceeds fp16.
+    """
+    n, groups = scale.shape
+    bands = -(-n // ROWS)
+    top = max(_absmax(scale), 0.0 if offset is None else _absmax(offset))
+    if not top <= FP16_MAX:
+        raise WeightError(f"scales reach {top:.3g}, fp16 ends at {FP16_MAX:.0f}: the weights are out of range")
+    parts = [scale] if offset is None else [scale, offset]
+    if fmt.double_quant:
+        stored, supers, values = [], [], []
+        for part in parts:
+            code, pair, value = _double_quantize(_bands(part, bands), supergroup(fmt))
+            stored.append(code)
+            supers.append(pair)
+            values.append(_rows(value, n))
+        meta, second = torch.cat(stored, -1), torch.cat(supers, -1)
+    else:
+        halves = [_bands(part, bands).half() for part in parts]  # [bands, groups, 16] each
+        meta = torch.cat(halves, -1).view(torch.uint8)
+        second = None
+        values = [_rows(h.float(), n) for h in halves]
+    zero = values[1] if offset is not None else values[0] * -(2.0 ** (fmt.bits - 1))
+    return Grid(scale=values[0], offset=zero, stored=meta.contiguous(), super=second)
+
+
+def _absmax(t: Tensor) -> float:
+    return float(t.abs().amax()) if t.numel() else 0.0
+
+
+def _bands(values: Tensor, bands: int) -> Tensor:
+    """[N, groups] -> [bands, groups, 16], rows past N zero."""
+    n, groups = values.shape
+    padded = torch.nn.functional.pad(values, (0, 0, 0, bands * ROWS - n)) if bands * ROWS != n else values
+    return padded.reshape(bands, ROWS, groups).permute(0, 2, 1)
+
+
+def _rows(values: Tensor, n: int) -> Tensor:
+    """[bands, groups, 16] -> [n, groups]: inverse of `_bands`."""
+    return values.permute(0, 2, 1).reshape(-1, values.shape[1])[:n].contiguous()
+
+
+def _double_quantize(values: Tensor, per: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[bands, groups, 16] -> uint8 codes of the same shape, fp32 (step, base) [bands, S, 2], decoded values."""
+    bands, groups, rows = values.shape
+    pad = -groups % per
+    v = torch.cat((values, values[:, -1:].expand(bands, pad, rows)), 1) if pad else values
+    v = v.reshape(bands, -1, per * rows)
+    low, high = v.amin(-1, keepdim=True), v.amax(-1, keepdim=True)
+    step = (high - low) / 255
+    code = torch.where(step > 0, (v - low) / step.clamp_min(1e-38), torch.zeros_like(v)).round_().clamp_(0, 255)
+    value = (code * step + low).reshape(bands, groups + pad, rows)[:, :groups]
+    pair = torch.cat((step, low), -1)
+    return code.to(torch.uint8).reshape(bands, groups + pad, rows)[:, :groups], pair, value
+
+
+def round_to_grid(w: Tensor, grid: Grid, fmt: Format) -> Tensor:
+    """Nearest codes on a stored grid (MiLo eq. 2).
+
+    w: [N, K] fp32    returns: [N, K] uint8
+    """
+    n, k = w.shape
+    groups = w.view(n, -1, fmt.group_size(k))
+    inverse = torch.where(grid.scale != 0, 1 / grid.scale, torch.zeros_like(grid.scale))
+    codes = (groups - grid.offset[..., None]).mul_(inverse[..., None])
+    return codes.round_().clamp_(0, 2**fmt.bits - 1).to(torch.uint8).view(n, k)
+
+
+def encode(codes: Tensor, grid: Grid, fmt: Format) -> Tensor:
+    """Lay codes and metadata out in tiles.
+
+    codes: [N, K] uint8    returns: [ceil(N/16), K/G, tile_bytes] uint8
+    """
+    n, k = codes.shape
+    bands, groups, _ = packed_shape(fmt, n, k)
+    if bands * ROWS != n:
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, bands * ROWS - n))
+    blocks = pack_blocks(codes, fmt.bits).reshape(bands, groups, -1)
+    return torch.cat((blocks, grid.stored), -1)
+
+
+def decode(packed: Tensor, scale: Tensor | None, fmt: Format, shape: tuple[int, int]) -> Tensor:
+    """Tiles back to weights (MiLo eq. 3).
+
+    packed: [ceil(N/16), K/G, tile_bytes] uint8    scale: second-level fp32 tensor or None    returns: [N, K] fp32
+    """
+    n, k = shape
+    bands, groups, tile = packed.shape
+    split = tile - _meta_bytes(fmt)
+    blocks = packed[..., :split].reshape(bands, k // BLOCK, block_bytes(fmt.bits))
+    codes = unpack_blocks(blocks, fmt.bits).view(bands, ROWS, groups, -1).float()
+    step, base = _read_metadata(packed[..., split:], scale, fmt)
+    w = codes.mul_(step.permute(0, 2, 1)[..., None]).add_(base.permute(0, 2, 1)[..., None])
+    return w.view(bands * ROWS, k)[:n]
+
+
+def _read_metadata(meta: Tensor, scale: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Metadata bytes [bands, groups, M] -> scale and offset, both [bands, groups, 16] fp32."""
+    if not fmt.double_quant:
+        half = meta.contiguous().view(torch.float16).float()
+        step = half[..., :ROWS]
+        return step, step * -(2.0 ** (fmt.bits - 1)) if fmt.symmetric else half[..., ROWS:]
+    assert scale is not None
+    pairs = scale.repeat_interleave(supergroup(fmt), 1)[:, : meta.shape[1]]
+    step = meta[..., :ROWS].float() * pairs[..., 0:1] + pairs[..., 1:2]
+    if fmt.symmetric:
+        return step, step * -(2.0 ** (fmt.bits - 1))
+    return step, meta[..., ROWS:].float() * pairs[..., 2:3] + pairs[..., 3:4]

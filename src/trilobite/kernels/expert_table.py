@@ -1,0 +1,124 @@
+"""Where the parts of every expert lie: one slab of bytes and one table, the arguments of the `experts` operator.
+
+The slab is a 1-D uint8 tensor that holds all experts of a layer, usually a view of the mapped checkpoint file; the
+table [E, 3, 10] int64 (projections gate, up, down; columns as in `Column`) says where each part starts and how it is
+encoded. So experts of one layer may differ in format and rank, one operator call needs two tensors instead of
+thousands, and native kernels get plain pointers. Gate rows of experts without a gate have `packed` = -1.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import ShapeError
+from trilobite.formats.affine import packed_shape, scale_shape
+from trilobite.formats.weight import PackedWeight, compensator_of, factor_shape
+from trilobite.recipe import COMPENSATORS, Format
+
+
+class Column(IntEnum):
+    """Columns of the table: byte offsets into the slab (-1 = absent), then the encoding."""
+
+    PACKED = 0
+    SCALE = 1
+    LRA = 2
+    LRB = 3
+    RANK = 4
+    RANK_BITS = 5
+    BITS = 6
+    GROUP = 7
+    SYMMETRIC = 8
+    DOUBLE_QUANT = 9
+
+
+GATE, UP, DOWN = 0, 1, 2
+
+
+def build(experts: Sequence[tuple[PackedWeight | None, PackedWeight, PackedWeight]]) -> tuple[Tensor, Tensor]:
+    """One slab and table for the (gate, up, down) matrices of all experts of a layer.
+
+    When the parts already lie in one storage (a mapped file, or an earlier slab) the slab is a view of it and nothing
+    is copied; otherwise they are copied, expert by expert, each part at a multiple of 64 bytes.
+    returns: slab [bytes] uint8, table [E, 3, 10] int64 on the CPU
+    """
+    parts = [t for e in experts for w in e if w is not None for t in w.tensors().values()]
+    storages = {t.untyped_storage().data_ptr() for t in parts}
+    if len(storages) == 1:
+        slab, offset_of = _view(parts)
+    else:
+        slab, offset_of = _copy(parts)
+    table = torch.full((len(experts), 3, len(Column)), -1, dtype=torch.int64)
+    for e, matrices in enumerate(experts):
+        for p, w in enumerate(matrices):
+            if w is not None:
+                table[e, p] = torch.tensor(_row(w, offset_of))
+    return slab, table
+
+
+def _view(parts: list[Tensor]) -> tuple[Tensor, dict[int, int]]:
+    storage = parts[0].untyped_storage()
+    base = storage.data_ptr()
+    first = min(t.data_ptr() for t in parts)
+    last = max(t.data_ptr() + t.nbytes for t in parts)
+    whole = torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage)  # type: ignore[call-overload]
+    return whole[first - base : last - base], {id(t): t.data_ptr() - first for t in parts}
+
+
+def _copy(parts: list[Tensor]) -> tuple[Tensor, dict[int, int]]:
+    offset_of, end = {}, 0
+    for t in parts:
+        offset_of[id(t)] = end
+        end += -(-t.nbytes // 64) * 64
+    slab = torch.empty(end, dtype=torch.uint8, device=parts[0].device)
+    for t in parts:
+        at = offset_of[id(t)]
+        slab[at : at + t.nbytes] = t.contiguous().view(torch.uint8).flatten()
+    return slab, offset_of
+
+
+def _row(w: PackedWeight, offset_of: dict[int, int]) -> list[int]:
+    fmt = w.format
+    offsets = [-1 if t is None else offset_of[id(t)] for t in (w.packed, w.scale, w.lra, w.lrb)]
+    rank_bits = 0 if w.lra is None else COMPENSATORS[compensator_of(w.lra)]
+    return [*offsets, w.rank, rank_bits, fmt.bits, fmt.group, int(fmt.symmetric), int(fmt.double_quant)]
+
+
+def expert_weight(slab: Tensor, row: Tensor, shape: tuple[int, int]) -> PackedWeight | None:
+    """The packed weight [N, K] that a table row describes, as views of the slab; None where packed = -1.
+
+    slab: [bytes] uint8    row: [10] int64
+    Raises ShapeError when a part reaches past the end of the slab.
+    """
+    r = [int(v) for v in row]
+    if r[Column.PACKED] < 0:
+        return None
+    n, k = shape
+    fmt = Format(
+        bits=r[Column.BITS],
+        group=r[Column.GROUP],
+        symmetric=bool(r[Column.SYMMETRIC]),
+        double_quant=bool(r[Column.DOUBLE_QUANT]),
+    )
+    scale = scale_shape(fmt, n, k)
+    weight = {"packed": _part(slab, r[Column.PACKED], packed_shape(fmt, n, k), torch.uint8)}
+    if scale is not None:
+        weight["scale"] = _part(slab, r[Column.SCALE], scale, torch.float32)
+    if r[Column.RANK] > 0:
+        kind = {bits: name for name, bits in COMPENSATORS.items()}[r[Column.RANK_BITS]]
+        dtype = torch.float16 if kind == "fp16" else torch.uint8
+        for key, length in (("lra", n), ("lrb", k)):
+            at = r[Column.LRA if key == "lra" else Column.LRB]
+            weight[key] = _part(slab, at, factor_shape(kind, r[Column.RANK], length), dtype)
+    return PackedWeight(shape=shape, **weight)
+
+
+def _part(slab: Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if at < 0 or at + nbytes > slab.numel():
+        raise ShapeError(f"experts: a part of {nbytes} bytes at {at} does not fit a slab of {slab.numel()} bytes")
+    part = slab[at : at + nbytes]
+    if (part.data_ptr() if part.device.type == "cpu" else at) % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype).view(shape)

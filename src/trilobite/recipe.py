@@ -1,0 +1,319 @@
+"""The vocabulary of compression: Role, Format, Rule, Recipe, presets, and their YAML form.
+
+A recipe is a list of rules from roles, name patterns and layer ranges to a format, a method and a rank; the first rule
+that matches a tensor decides. It says nothing about one checkpoint; `quantize.plan` resolves it into a plan.
+
+    name: my-recipe
+    rank: dense-h/8+kurtosis-16        # policies of Table 4 of MiLo; h = the hidden size
+    compensator: int3                  # int3 | int8 | fp16
+    rules:
+      - {roles: [head], format: int8-g64, method: search}
+      - {names: "*.layers.0.*", format: int4-g64, method: search}
+      - {roles: [expert], layers: [1, 30], format: int3-g64, method: hqq, rank: 16}
+      - {roles: [attention, shared_expert, dense_mlp, expert], format: int3-g64, method: search}
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trilobite.errors import RecipeError
+
+
+class Role(str, Enum):
+    """What a tensor is. *Dense* roles work on every token, `expert` (routed experts) is *sparse*."""
+
+    ATTENTION = "attention"
+    EXPERT = "expert"
+    SHARED_EXPERT = "shared_expert"
+    DENSE_MLP = "dense_mlp"
+    ROUTER = "router"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
+    OTHER = "other"
+
+
+DENSE_ROLES = (Role.ATTENTION, Role.SHARED_EXPERT, Role.DENSE_MLP)
+BODY_ROLES = (*DENSE_ROLES, Role.EXPERT)
+METHODS = ("rtn", "search", "hqq")
+COMPENSATORS = {"int3": 3, "int8": 8, "fp16": 16}
+"""Compensator formats and their bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """What stored codes mean: `int3-g64`, `int4-channel-sym`, `int2-g32-dq`.
+
+    bits: 2, 3, 4 or 8    group: columns that share a scale, 0 = a whole row (per channel)
+    symmetric: no offset    double_quant: scales and offsets are themselves 8-bit
+    """
+
+    bits: int
+    group: int
+    symmetric: bool = False
+    double_quant: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Format":
+        """Read a format's name; raises RecipeError with the grammar."""
+        m = re.fullmatch(r"int([2348])-(?:g(\d+)|channel)(-sym)?(-dq)?", text)
+        group = int(m[2] or 0) if m else -1
+        if not m or group % 32:
+            raise RecipeError(
+                f"format {text!r}: expected int{{2,3,4,8}}-{{g32,g64,g128,channel}}[-sym][-dq], for example int3-g64"
+            )
+        return cls(bits=int(m[1]), group=group, symmetric=bool(m[3]), double_quant=bool(m[4]))
+
+    def __str__(self) -> str:
+        size = f"g{self.group}" if self.group else "channel"
+        return f"int{self.bits}-{size}{'-sym' if self.symmetric else ''}{'-dq' if self.double_quant else ''}"
+
+    def group_size(self, k: int) -> int:
+        """Columns per group in a matrix of K = k columns."""
+        return self.group or k
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One line of a recipe. Empty conditions match everything; `format` None keeps the tensor in 16 bit.
+
+    rank: overrides the recipe's policy: an integer, `h/8` (a fraction of the hidden size), or None
+    """
+
+    roles: tuple[Role, ...] = ()
+    names: str = "*"
+    layers: tuple[int, int] | None = None
+    format: Format | None = None
+    method: str = "search"
+    rank: str | None = None
+
+    def matches(self, role: Role, name: str, layer: int | None) -> bool:
+        """Whether this rule decides about the tensor. Layer ranges include both ends."""
+        if self.roles and role not in self.roles:
+            return False
+        if self.layers and (layer is None or not self.layers[0] <= layer <= self.layers[1]):
+            return False
+        return fnmatchcase(name, self.names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What the user asks for. See the module docstring for the YAML form.
+
+    rank: sum of policies `uniform-r`, `dense-r`, `sparse-r`, `kurtosis-r`, `frequency-r`; "" = no compensators
+    iterations: cap of MiLo's alternation (paper: 20; 1 = quantize, then compensate once)
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    rank: str = ""
+    compensator: str = "int3"
+    iterations: int = 20
+    summary: str = field(default="", compare=False)
+
+    def rule_for(self, role: Role, name: str, layer: int | None) -> Rule | None:
+        """The first rule that matches, or None."""
+        return next((r for r in self.rules if r.matches(role, name, layer)), None)
+
+    def keeping(self, roles: tuple[Role, ...]) -> "Recipe":
+        """The same recipe with these roles kept in 16 bit."""
+        if not roles:
+            return self
+        return replace(self, name=f"{self.name}+keep", rules=(Rule(roles=roles), *self.rules))
+
+    def with_group(self, group: int) -> "Recipe":
+        """The same recipe with another group size in every rule."""
+        rules = tuple(replace(r, format=r.format and replace(r.format, group=group)) for r in self.rules)
+        return replace(self, rules=rules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what YAML and JSON store. `from_dict` reads it back to an equal recipe."""
+        rules = []
+        for r in self.rules:
+            rule: dict[str, Any] = {"format": str(r.format) if r.format else "keep", "method": r.method}
+            if r.roles:
+                rule["roles"] = [role.value for role in r.roles]
+            if r.names != "*":
+                rule["names"] = r.names
+            if r.layers:
+                rule["layers"] = list(r.layers)
+            if r.rank is not None:
+                rule["rank"] = r.rank
+            rules.append(rule)
+        return {
+            "name": self.name,
+            "rank": self.rank,
+            "compensator": self.compensator,
+            "iterations": self.iterations,
+            "rules": rules,
+        }
+
+
+RANK_POLICIES = ("uniform", "dense", "sparse", "kurtosis", "frequency")
+
+
+def parse_rank(text: str, hidden: int) -> int:
+    """`16`, `h/8`, `25h/64` -> a rank. Raises RecipeError."""
+    m = re.fullmatch(r"(\d*)h(?:/(\d+))?", text)
+    if m:
+        return max(1, round(int(m[1] or 1) * hidden / int(m[2] or 1)))
+    if text.isdigit():
+        return int(text)
+    raise RecipeError(f"rank {text!r}: expected an integer or a fraction of the hidden size, for example 16 or h/8")
+
+
+def parse_policies(text: str, hidden: int) -> list[tuple[str, int]]:
+    """`dense-512+kurtosis-16` -> [("dense", 512), ("kurtosis", 16)]. Raises RecipeError."""
+    policies = []
+    for part in filter(None, (p.strip() for p in text.split("+"))):
+        kind, _, rank = part.partition("-")
+        if kind not in RANK_POLICIES:
+            raise RecipeError(
+                f"rank policy {part!r}: expected one of {', '.join(p + '-r' for p in RANK_POLICIES)} "
+                "joined by +, for example dense-512+kurtosis-16"
+            )
+        policies.append((kind, parse_rank(rank, hidden)))
+    return policies
+
+
+def recipe_from_dict(data: Any, name: str) -> Recipe:
+    """Read plain data (from YAML or JSON) as a recipe. Raises RecipeError that names the offending key."""
+    if not isinstance(data, dict) or not isinstance(data.get("rules"), list) or not data["rules"]:
+        raise RecipeError(f"recipe {name}: expected a mapping with a non-empty list 'rules' (docs/recipes.md)")
+    known = {"name", "rank", "compensator", "iterations", "rules", "summary"}
+    _reject_unknown(data, known, f"recipe {name}")
+    compensator = data.get("compensator", "int3")
+    if compensator not in COMPENSATORS:
+        raise RecipeError(f"recipe {name}: compensator {compensator!r}; expected one of {', '.join(COMPENSATORS)}")
+    iterations = data.get("iterations", 20)
+    if not isinstance(iterations, int) or iterations < 1:
+        raise RecipeError(f"recipe {name}: iterations {iterations!r}; expected an integer of at least 1")
+    rank = str(data.get("rank") or "")
+    parse_policies(rank, 4096)
+    rules = tuple(_rule_from_dict(r, f"recipe {name}, rule {i}") for i, r in enumerate(data["rules"], 1))
+    return Recipe(
+        name=str(data.get("name", name)),
+        rules=rules,
+        rank=rank,
+        compensator=compensator,
+        iterations=iterations,
+        summary=str(data.get("summary", "")),
+    )
+
+
+def _rule_from_dict(data: Any, where: str) -> Rule:
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where}: expected a mapping such as {{roles: [expert], format: int3-g64}}")
+    _reject_unknown(data, {"roles", "names", "layers", "format", "method", "rank"}, where)
+    roles = data.get("roles", [])
+    roles = [roles] if isinstance(roles, str) else roles
+    layers = data.get("layers")
+    if layers is not None and not (
+        isinstance(layers, list) and len(layers) == 2 and all(isinstance(v, int) for v in layers)
+    ):
+        raise RecipeError(f"{where}: layers {layers!r}; expected [first, last], both included")
+    method = data.get("method", "search")
+    if method not in METHODS:
+        raise RecipeError(f"{where}: method {method!r}; expected one of {', '.join(METHODS)}")
+    text = data.get("format", "keep")
+    rank = data.get("rank")
+    if rank is not None:
+        parse_rank(str(rank), 4096)
+    return Rule(
+        roles=tuple(parse_role(r) for r in roles),
+        names=str(data.get("names", "*")),
+        layers=(layers[0], layers[1]) if layers else None,
+        format=None if text == "keep" else Format.parse(str(text)),
+        method=method,
+        rank=None if rank is None else str(rank),
+    )
+
+
+def parse_role(text: str) -> Role:
+    """A role by its name; raises RecipeError with the list."""
+    try:
+        return Role(text)
+    except ValueError:
+        raise RecipeError(f"role {text!r}: expected one of {', '.join(r.value for r in Role)}") from None
+
+
+def _reject_unknown(data: dict[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(set(map(str, data)) - known)
+    if unknown:
+        raise RecipeError(f"{where}: unknown key {unknown[0]!r}; known keys are {', '.join(sorted(known))}")
+
+
+def load_recipe(name_or_file: str) -> Recipe:
+    """A preset by name, or a YAML file. Raises RecipeError."""
+    if name_or_file in PRESETS:
+        return PRESETS[name_or_file]
+    path = Path(name_or_file)
+    if not path.is_file():
+        raise RecipeError(f"recipe {name_or_file!r}: no preset and no file; presets are {', '.join(PRESETS)}")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise RecipeError(f"recipe {path}: not valid YAML: {' '.join(str(e).split())}") from e
+    return recipe_from_dict(data, path.stem)
+
+
+def _preset(name: str, body: str, method: str, summary: str, *, rank: str = "", head: str = "int8-g64") -> Recipe:
+    rules = [Rule(roles=BODY_ROLES, format=Format.parse(body), method=method)]
+    if head:
+        rules.append(Rule(roles=(Role.HEAD,), format=Format.parse(head), method="search"))
+    return Recipe(name=name, rules=tuple(rules), rank=rank, summary=summary)
+
+
+def _mixed(name: str, dense: str, experts: str, summary: str) -> Recipe:
+    rules = (
+        Rule(roles=(Role.EXPERT,), format=Format.parse(experts)),
+        Rule(roles=DENSE_ROLES, format=Format.parse(dense)),
+        Rule(roles=(Role.HEAD,), format=Format.parse("int8-g64")),
+    )
+    return Recipe(name=name, rules=rules, summary=summary)
+
+
+MILO_RANKS = {
+    "milo-s1": {"coarse": "dense-h/8+kurtosis-h/256", "fine": "dense-25h/64"},
+    "milo-s2": {"coarse": "dense-h/4+kurtosis-h/128", "fine": "dense-h/2+frequency-h/64"},
+}
+"""MiLo Table 4 as fractions of the hidden size: Mixtral-8x7B (few large experts: `coarse`, h = 4096) and
+DeepSeek-MoE-16B (many small experts beside shared ones: `fine`, h = 2048). `auto:NAME` in a recipe's rank picks."""
+
+
+def resolve_auto_rank(rank: str, *, experts: int, shared: bool) -> str:
+    """Replace `auto:milo-s1` by the policy of the published model that this architecture resembles.
+
+    Fine-grained: shared experts, or more than 16 routed ones.
+    """
+    if not rank.startswith("auto:"):
+        return rank
+    return MILO_RANKS[rank.removeprefix("auto:")]["fine" if shared or experts > 16 else "coarse"]
+
+
+PRESETS: dict[str, Recipe] = {
+    r.name: r
+    for r in (
+        _preset("rtn3", "int3-g64", "rtn", "3-bit round to nearest: the baseline"),
+        _preset("hqq3", "int3-g64", "hqq", "3-bit half-quadratic zero points: MiLo's baseline"),
+        _preset("search3", "int3-g64", "search", "3-bit, scale and offset of least error per group"),
+        _preset("int8", "int8-g64", "rtn", "8-bit: near lossless"),
+        _preset("int4", "int4-g64", "search", "4-bit, scale and offset of least error per group"),
+        _preset("milo-s1", "int3-g64", "search", "3-bit with low-rank compensators, small", rank="auto:milo-s1"),
+        _preset("milo-s2", "int3-g64", "search", "3-bit with low-rank compensators, large", rank="auto:milo-s2"),
+        _preset(
+            "milo-s1-paper", "int3-g64", "hqq", "MiLo-s1 exactly as published", rank="auto:milo-s1", head=""
+        ),
+        _preset(
+            "milo-s2-paper", "int3-g64", "hqq", "MiLo-s2 exactly as published", rank="auto:milo-s2", head=""
+        ),
+        _mixed("mixed-4-3", "int4-g64", "int3-g64", "4-bit dense parts, 3-bit experts (MoE offloading)"),
+        _mixed("mixed-4-2", "int4-g64", "int2-g64", "4-bit dense parts, 2-bit experts (MoE offloading)"),
+    )
+}
