@@ -11,6 +11,8 @@ A weight [N, K] is cut into tiles of 16 rows x one group of G columns. A tile is
 Rows past N are zero codes with zero metadata. With double quantization the scales (and offsets) of a supergroup, that
 is of the 16 rows x 8 consecutive groups of one band (16 groups for 4-bit codes and above), are themselves 8-bit
 affine: 128 or 256 values share one fp32 (step, base) pair, as in the offloading paper (MoE offloading, section 3.3).
+These pairs are the tensor `weight_scale` [ceil(N/16), S, 8 or 16] uint8: bytes, because parts of a packed weight
+follow each other in the file without padding and only bytes need no alignment.
 
 The offset is the paper's zero point in weight units: offset = -scale * z (MiLo eq. 3).
 """
@@ -32,7 +34,7 @@ class Grid:
     """The quantization grid of a matrix as it will be stored: what rounding has to use.
 
     scale: [N, K/G] fp32, the stored (rounded) scales    offset: [N, K/G] fp32, `scale * 0 + offset` decodes code 0
-    stored: metadata bytes [ceil(N/16), K/G, M] uint8     super: [ceil(N/16), S, 2 or 4] fp32, or None
+    stored: metadata bytes [ceil(N/16), K/G, M] uint8     super: [ceil(N/16), S, 8 or 16] uint8, or None
     """
 
     scale: Tensor
@@ -69,11 +71,11 @@ def packed_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int]:
 
 
 def scale_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int] | None:
-    """Shape of the second-level `weight_scale` tensor, fp32, or None without double quantization."""
+    """Shape of the second-level `weight_scale` tensor, uint8, or None without double quantization."""
     if not fmt.double_quant:
         return None
     bands, groups, _ = packed_shape(fmt, n, k)
-    return bands, -(-groups // supergroup(fmt)), 2 if fmt.symmetric else 4
+    return bands, -(-groups // supergroup(fmt)), 8 if fmt.symmetric else 16
 
 
 def format_of(packed: Tensor, scale: Tensor | None, k: int) -> Format:
@@ -112,7 +114,7 @@ def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
             stored.append(code)
             supers.append(pair)
             values.append(_rows(value, n))
-        meta, second = torch.cat(stored, -1), torch.cat(supers, -1)
+        meta, second = torch.cat(stored, -1), torch.cat(supers, -1).view(torch.uint8)
     else:
         halves = [_bands(part, bands).half() for part in parts]  # [bands, groups, 16] each
         meta = torch.cat(halves, -1).view(torch.uint8)
@@ -180,7 +182,7 @@ def encode(codes: Tensor, grid: Grid, fmt: Format) -> Tensor:
 def decode(packed: Tensor, scale: Tensor | None, fmt: Format, shape: tuple[int, int]) -> Tensor:
     """Tiles back to weights (MiLo eq. 3).
 
-    packed: [ceil(N/16), K/G, tile_bytes] uint8    scale: second-level fp32 tensor or None    returns: [N, K] fp32
+    packed: [ceil(N/16), K/G, tile_bytes] uint8    scale: second-level uint8 tensor or None    returns: [N, K] fp32
     """
     n, k = shape
     bands, groups, tile = packed.shape
@@ -199,7 +201,8 @@ def _read_metadata(meta: Tensor, scale: Tensor | None, fmt: Format) -> tuple[Ten
         step = half[..., :ROWS]
         return step, step * -(2.0 ** (fmt.bits - 1)) if fmt.symmetric else half[..., ROWS:]
     assert scale is not None
-    pairs = scale.repeat_interleave(supergroup(fmt), 1)[:, : meta.shape[1]]
+    values = (scale if scale.data_ptr() % 4 == 0 else scale.clone()).contiguous().view(torch.float32)
+    pairs = values.repeat_interleave(supergroup(fmt), 1)[:, : meta.shape[1]]
     step = meta[..., :ROWS].float() * pairs[..., 0:1] + pairs[..., 1:2]
     if fmt.symmetric:
         return step, step * -(2.0 ** (fmt.bits - 1))

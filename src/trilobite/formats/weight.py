@@ -32,7 +32,7 @@ SUFFIXES = ("packed", "scale", "lra", "lrb")
 class PackedWeight:
     """A quantized matrix [N, K] as stored: codes, scales and an optional low-rank compensator.
 
-    packed: [ceil(N/16), K/G, tile_bytes] uint8        scale: [ceil(N/16), S, 2 or 4] fp32, or None
+    packed: [ceil(N/16), K/G, tile_bytes] uint8        scale: [ceil(N/16), S, 8 or 16] uint8, or None
     lra: U^T, a factor of R vectors of length N        lrb: V, a factor of R vectors of length K; both or none
     """
 
@@ -103,26 +103,27 @@ def compensator_of(factor: Tensor) -> str:
     raise ShapeError(f"a compensator factor of shape {list(factor.shape)} {factor.dtype} belongs to no known format")
 
 
-def encode_factor(factor: Tensor, compensator: str) -> Tensor:
-    """Quantize a compensator factor symmetrically with absmax scales (MiLo eq. 13).
+def factor_groups(factor: Tensor) -> Tensor:
+    """Cut a factor into its scale groups, the last one padded with zeros: [R, L] -> [R, ceil(L/64), 64]."""
+    return torch.nn.functional.pad(factor, (0, -factor.shape[1] % LR_GROUP)).unflatten(1, (-1, LR_GROUP))
 
-    With c = 2**(bits-1) the codes are round(w / scale) + c in 1 .. 2c-1 and scale = absmax / (c-1), so that the
-    largest value of a group decodes to itself. (Eq. 13 read literally clips it to 0.86 of itself.)
 
-    factor: [R, L] fp32    returns: the stored form
+def encode_factor(factor: Tensor, scale: Tensor, compensator: str) -> Tensor:
+    """Round a compensator factor to the nearest multiples of given scales and store it (MiLo eq. 13).
+
+    Codes are round(w / scale) + c in 0 .. 2c-1 with c = 2**(bits-1); a scale may be negative.
+
+    factor: [R, L] fp32    scale: [R, ceil(L/64)] fp32, ignored for fp16    returns: the stored form
     """
     if compensator == "fp16":
         return factor.half()
     bits = COMPENSATORS[compensator]
     centre = 2 ** (bits - 1)
-    rank, length = factor.shape
-    pad = -length % LR_GROUP
-    groups = torch.nn.functional.pad(factor, (0, pad)).view(rank, -1, LR_GROUP)
-    scale = (groups.abs().amax(-1, keepdim=True) / (centre - 1)).half()
-    step = scale.float()
-    inverse = torch.where(step > 0, 1 / step, torch.zeros_like(step))
-    codes = (groups * inverse).round_().clamp_(1 - centre, centre - 1).add_(centre).to(torch.uint8)
-    return torch.cat((pack_stream(codes, bits), scale.view(torch.uint8)), -1)
+    half = scale[..., None].half()
+    step = half.float()
+    inverse = torch.where(step != 0, 1 / step, torch.zeros_like(step))
+    codes = (factor_groups(factor) * inverse).round_().clamp_(-centre, centre - 1).add_(centre).to(torch.uint8)
+    return torch.cat((pack_stream(codes, bits), half.view(torch.uint8)), -1)
 
 
 def decode_factor(factor: Tensor, length: int) -> Tensor:

@@ -104,7 +104,7 @@ def expert_weight(slab: Tensor, row: Tensor, shape: tuple[int, int]) -> PackedWe
     scale = scale_shape(fmt, n, k)
     weight = {"packed": _part(slab, r[Column.PACKED], packed_shape(fmt, n, k), torch.uint8)}
     if scale is not None:
-        weight["scale"] = _part(slab, r[Column.SCALE], scale, torch.float32)
+        weight["scale"] = _part(slab, r[Column.SCALE], scale, torch.uint8)
     if r[Column.RANK] > 0:
         kind = {bits: name for name, bits in COMPENSATORS.items()}[r[Column.RANK_BITS]]
         dtype = torch.float16 if kind == "fp16" else torch.uint8

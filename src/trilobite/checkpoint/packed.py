@@ -1,0 +1,325 @@
+"""Write a packed checkpoint so that it can be killed at any moment and continued to the same bytes; read its report.
+
+Every tensor's size is known from the plan, so every byte's place in every file is known before the first matrix is
+quantized. Files are laid out in a hidden folder `DST/.partial`, tensors are written to their places in any order, and
+a journal lists what is complete. Only when all is there do the files move up, config.json last: a folder without
+config.json is not a checkpoint, for us and for everybody else.
+
+    DST/.partial/identity.json   what is being made: plan, source fingerprint, versions
+    DST/.partial/journal.jsonl   one line for every finished matrix, appended after its bytes are on disk
+    DST/.partial/model-*.safetensors
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
+
+FORMAT_VERSION = 1
+PARTIAL = ".partial"
+REPORT = "trilobite.json"
+SHARD_BYTES = 5 * 10**9
+ALIGN = 64
+COMMIT_SECONDS = 1.0
+"""How much work a kill may cost: finished matrices enter the journal at least this often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Tensors that are written together, in file order: (name, safetensors dtype, shape, bytes).
+
+    block: units of one block (the experts of a layer) stay in one file
+    """
+
+    name: str
+    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    block: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(t[3] for t in self.tensors)
+
+
+@dataclass
+class _Shard:
+    name: str
+    units: list[Unit] = field(default_factory=list)
+    nbytes: int = 0
+
+    def header(self) -> bytes:
+        """The safetensors header; padded with spaces so that the data starts at a multiple of 64 bytes."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for unit in self.units:
+            for name, dtype, shape, nbytes in unit.tensors:
+                entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+                at += nbytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGN)
+        return struct.pack("<Q", len(text)) + text
+
+
+def _shards(units: Sequence[Unit], limit: int) -> list[_Shard]:
+    """Fill files up to `limit` bytes; a block never straddles two files."""
+    blocks: list[list[Unit]] = []
+    for unit in units:
+        if blocks and blocks[-1][0].block == unit.block:
+            blocks[-1].append(unit)
+        else:
+            blocks.append([unit])
+    shards = [_Shard("")]
+    for block in blocks:
+        size = sum(u.nbytes for u in block)
+        if shards[-1].units and shards[-1].nbytes + size > limit:
+            shards.append(_Shard(""))
+        shards[-1].units += block
+        shards[-1].nbytes += size
+    for i, shard in enumerate(shards, 1):
+        shard.name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+    return shards
+
+
+class PackedWriter:
+    """Writes the tensors of a packed checkpoint to their places. Thread safe; a context manager.
+
+    done: records of finished units by name, those of earlier runs included
+    """
+
+    def __init__(
+        self, dst: Path, units: Sequence[Unit], identity: Mapping[str, Any], *, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        """Begin, or continue where an earlier run with the same identity stopped.
+
+        Raises DestinationError when DST holds something else, when the disk cannot hold the rest, or cannot be
+        written to.
+        """
+        self.dst, self.work = dst, dst / PARTIAL
+        self._shards = _shards(units, shard_bytes)
+        self._lock = threading.Lock()
+        self._pending: list[dict[str, Any]] = []
+        self._committed = time.monotonic()
+        self.done: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, int] = {}
+        with _explain(dst):
+            _claim(dst, identity)
+            self.done = _read_journal(self.work / "journal.jsonl", {u.name for u in units})
+            self._check_space(units)
+            self._place: dict[str, tuple[str, int]] = {}
+            for shard in self._shards:
+                self._open(shard)
+            self._journal = (self.work / "journal.jsonl").open("ab")
+
+    def _check_space(self, units: Sequence[Unit]) -> None:
+        needed = sum(u.nbytes for u in units if u.name not in self.done) + 16 * 2**20
+        free = shutil.disk_usage(self.dst).free
+        if free < needed:
+            raise DestinationError(
+                f"{self.dst}: the rest needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free; free some "
+                "space and run the same command again: it continues"
+            )
+
+    def _open(self, shard: _Shard) -> None:
+        header = shard.header()
+        path = self.work / shard.name
+        if not path.exists() and (self.dst / shard.name).exists():
+            path = self.dst / shard.name  # killed while the finished files were moving up
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._files[shard.name] = handle
+        if os.fstat(handle).st_size != len(header) + shard.nbytes:
+            os.ftruncate(handle, len(header) + shard.nbytes)
+        os.pwrite(handle, header, 0)
+        at = len(header)
+        for unit in shard.units:
+            self._place[unit.name] = (shard.name, at)
+            at += unit.nbytes
+
+    def __enter__(self) -> "PackedWriter":
+        """Nothing to acquire: the constructor did."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Record what is finished and close the files; an unfinished checkpoint stays resumable."""
+        try:
+            self.commit()
+        finally:
+            self._journal.close()
+            for handle in self._files.values():
+                os.close(handle)
+            self._files.clear()
+
+    def write(self, unit: Unit, tensors: Sequence[Tensor], record: Mapping[str, Any]) -> None:
+        """Write one unit's tensors (in its order) and note it as finished, with what is to be remembered of it.
+
+        Raises DestinationError when the disk is full; everything committed so far stays.
+        """
+        shard, at = self._place[unit.name]
+        with _explain(self.dst):
+            for (name, _, shape, nbytes), tensor in zip(unit.tensors, tensors, strict=True):
+                assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} is not {shape}"
+                assert tensor.nbytes == nbytes, f"{name}: {tensor.nbytes} bytes, planned were {nbytes}"
+                _pwrite(self._files[shard], _bytes(tensor), at)
+                at += nbytes
+            with self._lock:
+                row = {"name": unit.name, **record}
+                self._pending.append(row)
+                self.done[unit.name] = row
+                if time.monotonic() - self._committed > COMMIT_SECONDS:
+                    self._commit()
+
+    def commit(self) -> None:
+        """Make everything written so far survive a kill."""
+        with _explain(self.dst), self._lock:
+            self._commit()
+
+    def _commit(self) -> None:
+        if not self._pending:
+            return
+        for handle in self._files.values():
+            os.fdatasync(handle)
+        self._journal.write("".join(json.dumps(row) + "\n" for row in self._pending).encode())
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+        self._pending.clear()
+        self._committed = time.monotonic()
+
+    def finish(self, *, config: Mapping[str, Any], report: str, companions: Sequence[Path]) -> None:
+        """All units are written: add index, report, tokenizer files and config, and move the files to their names."""
+        missing = [u.name for s in self._shards for u in s.units if u.name not in self.done]
+        assert not missing, f"{len(missing)} units are missing, first {missing[0]}"
+        self.commit()
+        with _explain(self.dst):
+            for companion in companions:
+                _replace(self.dst / companion.name, companion.read_bytes())
+            for shard in self._shards:
+                if (self.work / shard.name).exists():
+                    os.replace(self.work / shard.name, self.dst / shard.name)
+            _replace(self.dst / "model.safetensors.index.json", _json(self._index()))
+            _replace(self.dst / REPORT, report.encode())
+            _replace(self.dst / "config.json", _json(config))
+            shutil.rmtree(self.work)
+
+    def _index(self) -> dict[str, Any]:
+        names = {t[0]: s.name for s in self._shards for u in s.units for t in u.tensors}
+        total = sum(s.nbytes for s in self._shards)
+        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+
+
+def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
+    """Make DST/.partial ours, or continue it; refuse a folder that holds anything else."""
+    if dst.exists() and not dst.is_dir():
+        raise DestinationError(f"{dst}: is a file; the destination must be a new folder")
+    record = dst / PARTIAL / "identity.json"
+    if record.exists():
+        found = json.loads(record.read_bytes())
+        differs = [key for key in identity if found.get(key) != identity[key]]
+        if differs:
+            raise DestinationError(
+                f"{dst}: holds an unfinished run whose {' and '.join(differs)} differ; delete it to begin afresh, "
+                "or choose another destination"
+            )
+        return
+    if dst.exists() and any(p.name != PARTIAL for p in dst.iterdir()):
+        raise DestinationError(f"{dst}: is not empty and holds no unfinished run; choose another destination")
+    record.parent.mkdir(parents=True, exist_ok=True)
+    _replace(record, _json(identity))
+
+
+def _read_journal(path: Path, known: set[str]) -> dict[str, dict[str, Any]]:
+    """Finished units of earlier runs. A torn last line, the mark of a kill, is cut off."""
+    if not path.exists():
+        return {}
+    done: dict[str, dict[str, Any]] = {}
+    good = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or row.get("name") not in known:
+            break
+        done[row["name"]] = row
+        good += len(line)
+    os.truncate(path, good)
+    return done
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def _pwrite(handle: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(handle, data[: 1 << 28], at)
+        data, at = data[written:], at + written
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a small file so that it is either absent or whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2) + "\n").encode()
+
+
+@contextlib.contextmanager
+def _explain(dst: Path) -> Iterator[None]:
+    """Turn errors of the operating system into one line that says what survives."""
+    try:
+        yield
+    except DestinationError:
+        raise
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DestinationError(
+                f"{dst}: the disk is full; nothing is lost: free some space and run the same command again"
+            ) from e
+        raise DestinationError(f"{dst}: cannot write: {e.strerror or e}; choose another destination") from e
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """`trilobite.json` of a finished packed checkpoint.
+
+    Raises CheckpointError when it is absent or unreadable, FormatVersionError for a version we do not read.
+    """
+    if (path / PARTIAL).exists() and not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{path}: an unfinished run; run the same `trilobite compress` again to finish it"
+        )
+    try:
+        report = json.loads((path / REPORT).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: no {REPORT}; expected a folder made by `trilobite compress`"
+        ) from None
+    except ValueError as e:
+        raise CheckpointError(f"{path / REPORT}: not valid JSON ({e}); copy the file again") from e
+    check_version(report.get("format_version"), str(path))
+    assert isinstance(report, dict)
+    return report
+
+
+def check_version(version: object, where: str) -> None:
+    """Raise FormatVersionError unless this release reads packed checkpoints of that version."""
+    if version != FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{where}: packed in format version {version!r}, this release reads version {FORMAT_VERSION}; "
+            "upgrade trilobite, or compress the original again"
+        )

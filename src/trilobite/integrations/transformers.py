@@ -1,0 +1,181 @@
+"""The plugin by which `from_pretrained` loads, saves and makes packed models.
+
+Importing `trilobite` registers it: `quant_method: trilobite` in a config.json finds `TrilobiteQuantizer`. A packed
+checkpoint loads tensor by tensor; an original one with `quantization_config=TrilobiteConfig("milo-s1")` is quantized
+while it loads.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from trilobite.checkpoint.packed import FORMAT_VERSION, check_version
+from trilobite.checkpoint.source import DTYPES, Source, open_source
+from trilobite.errors import CheckpointError
+from trilobite.quantize.compress import prepare, quantize_line
+from trilobite.quantize.plan import Plan, PlanLine
+from trilobite.recipe import load_recipe, recipe_from_dict
+from trilobite.runtime.experts import EXPERT_NAME, PackedExperts
+from trilobite.runtime.linear import PackedLinear, PackedMatrix
+from trilobite.runtime.swap import finish, group_parts, memory_names, on_meta, swap_modules
+
+METHOD = "trilobite"
+Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@register_quantization_config(METHOD)
+class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """quantization_config of a packed checkpoint, or the wish to quantize on load.
+
+    recipe: a preset's name, a YAML file, or a recipe as a mapping    format_version: of the packed checkpoint
+    tensors: dtypes and shapes by name, set by `trilobite.load`, which has no checkpoint files to look them up in
+    """
+
+    def __init__(
+        self,
+        recipe: str | dict[str, Any] = "milo-s1",
+        format_version: int = FORMAT_VERSION,
+        tensors: Tensors | None = None,
+        **ignored: Any,
+    ) -> None:
+        """ignored: keys that a later release of the same format version may add."""
+        self.quant_method = METHOD
+        self.recipe = recipe
+        self.format_version = format_version
+        self.tensors = tensors
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json stores."""
+        return {"quant_method": METHOD, "format_version": self.format_version, "recipe": self.recipe}
+
+
+@register_quantizer(METHOD)
+class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Swaps modules before loading and gathers experts after it; quantizes in between when asked to."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: TrilobiteConfig, **kwargs: Any) -> None:
+        """kwargs: pre_quantized, as transformers passes it."""
+        super().__init__(quantization_config, **kwargs)
+        self.lines: dict[str, list[tuple[str, PlanLine]]] = {}
+        self.plan: Plan | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a format version that this release does not read."""
+        check_version(self.quantization_config.format_version, "quantization_config in config.json")
+
+    @property
+    def is_trainable(self) -> bool:
+        """Packed weights have no gradients."""
+        return False
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """save_pretrained writes the packed tensors under the names they were loaded from."""
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        translate = memory_names(model)
+        known = self.quantization_config.tensors
+        self.quantization_config.tensors = None
+        if known is None:
+            if not checkpoint_files:
+                raise CheckpointError("no checkpoint files to load; expected a folder with safetensors files")
+            source = open_source(str(Path(checkpoint_files[0]).parent))
+            known = self._stored(source)
+        swap_modules(model, group_parts({translate(name): t for name, t in on_meta(known).items()}))
+        if not self.pre_quantized:
+            self._expect_originals(model, translate)
+
+    def _stored(self, source: Source) -> Tensors:
+        """dtype and shape of every packed tensor: on disk, or planned when quantizing on load."""
+        if self.pre_quantized:
+            return {name: (DTYPES[info.dtype], info.shape) for name, info in source.tensors.items()}
+        recipe = self.quantization_config.recipe
+        chosen = recipe_from_dict(recipe, "recipe") if isinstance(recipe, dict) else load_recipe(recipe)
+        self.plan = prepare(source, chosen)
+        packed = [line for line in self.plan.lines if line.format is not None]
+        return {t.name: (DTYPES[t.dtype], t.shape) for line in packed for t in line.stored}
+
+    def _expect_originals(self, model: PreTrainedModel, translate: Callable[[str], str]) -> None:
+        """Give each swapped module the parameters that its original had, for the loader to aim at."""
+        assert self.plan is not None
+        modules = dict(model.named_modules())
+        for line in self.plan.lines:
+            if line.format is None:
+                continue
+            path = translate(line.stored[0].name).removesuffix(".weight_packed")
+            match = EXPERT_NAME.match(path)
+            experts = modules.get(match[1]) if match else None
+            if match and isinstance(experts, PackedExperts):
+                stacked = experts.stacked_name(match[3])
+                setattr(experts, stacked, experts.originals[stacked])
+                self.lines.setdefault(f"{match[1]}.{stacked}", []).append((f"{match[2]}.{match[3]}", line))
+            elif isinstance(modules.get(path), PackedLinear):
+                weight = torch.empty(line.matrix.shape, device="meta")
+                modules[path].weight = nn.Parameter(weight, requires_grad=False)
+                self.lines[f"{path}.weight"] = [("", line)]
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether a loaded parameter is to be packed."""
+        return param_name in self.lines
+
+    def get_quantize_ops(self) -> "QuantizeOnLoad":
+        """The operation that packs one loaded parameter."""
+        return QuantizeOnLoad(self)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        finish(model)
+        # What save_pretrained reverses: the renamings, not the converters that stacked 16-bit experts.
+        model._weight_conversions = get_model_conversion_mapping(model, None, self, add_legacy=False)
+
+
+class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]
+    """Pack one parameter as it arrives: a linear weight [N, K], or the stacked experts of a layer."""
+
+    def __init__(self, quantizer: TrilobiteQuantizer) -> None:
+        """quantizer: knows the plan."""
+        self.quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        model: PreTrainedModel | None = None,
+        full_layer_name: str | None = None,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        """Store the packed tensors in the module and delete the parameter that was loaded."""
+        assert model is not None
+        assert full_layer_name is not None
+        assert self.quantizer.plan is not None
+        (value,) = input_dict.values()
+        w = value[0] if isinstance(value, list) else value
+        path, _, name = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        loaded = {full_layer_name}
+        for child, line in self.quantizer.lines[full_layer_name]:
+            target = module.get_submodule(child) if child else module
+            assert isinstance(target, PackedMatrix)
+            if isinstance(module, PackedExperts):
+                expert, _, leaf = child.partition(".")
+                part = module.cut(w, int(expert), leaf)
+            else:
+                part = w
+            packed, _ = quantize_line(part, line, self.quantizer.plan.recipe)
+            target.replace(packed)
+            loaded |= {".".join(filter(None, (path, child, f"weight_{s}"))) for s in packed.tensors()}
+        module.register_parameter(name, None)
+        if missing_keys is not None:
+            missing_keys -= loaded
+        return {}

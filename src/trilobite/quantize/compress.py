@@ -1,0 +1,327 @@
+"""The compress loop: read -> quantize -> write, few tensors in memory, several at a time, resumable."""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import trilobite
+from trilobite.checkpoint.packed import FORMAT_VERSION, PARTIAL, REPORT, PackedWriter, Unit
+from trilobite.checkpoint.roles import identify, read_matrix
+from trilobite.checkpoint.source import DTYPES, Source, open_source
+from trilobite.errors import DestinationError, RecipeError, WeightError
+from trilobite.formats.weight import PackedWeight
+from trilobite.quantize.matrix import check_finite, quantize, relative_error
+from trilobite.quantize.milo import Compensation, milo
+from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
+from trilobite.recipe import Recipe
+
+LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
+"""(line, its record, whether this run made it): called for every tensor, from the main thread."""
+RANKS = "ranks.json"
+SLACK = 400 * 2**20
+"""Memory for matrices in work beyond twice the largest one; the rest of the promised gigabyte is Python and torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to run, as opposed to what to make: none of this changes a byte of the result.
+
+    jobs: matrices in work at a time (0 = one per core)    device: cpu, cuda or auto
+    """
+
+    jobs: int = 0
+    device: str = "auto"
+    on_plan: Callable[[Plan], None] | None = None
+    on_line: LineDone | None = None
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was made. records: by tensor name: error, seconds (0 for kept tensors)    seconds: of this run."""
+
+    plan: Plan
+    records: Mapping[str, Mapping[str, Any]]
+    seconds: float
+    fresh: int
+
+
+def prepare(
+    source: Source,
+    recipe: Recipe,
+    *,
+    frequency: Mapping[int, Sequence[int]] | None = None,
+    known_ranks: Mapping[str, int] | None = None,
+    keep_unmatched: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Identify every tensor and resolve the recipe: what `trilobite plan` prints.
+
+    Raises ArchitectureError, RecipeError or ShapeError; nothing is written.
+    """
+    method = source.config.get("quantization_config", {}).get("quant_method")
+    if method == "trilobite":
+        raise RecipeError(f"{source.path}: already packed by Trilobite; compress the original checkpoint instead")
+    matrices = identify(source, extra_rules=recipe.roles, keep_unmatched=keep_unmatched)
+    return make_plan(
+        source, matrices, recipe, frequency=frequency, known_ranks=known_ranks, progress=progress
+    )
+
+
+def compress(
+    src: str,
+    dst: Path,
+    recipe: Recipe,
+    *,
+    frequency: Mapping[int, Sequence[int]] | None = None,
+    keep_unmatched: bool = False,
+    options: Options | None = None,
+) -> Result:
+    """Compress the checkpoint `src` (folder or hub id) into the folder `dst`.
+
+    Killed at any moment, the same call continues and ends with the same bytes. Raises TrilobiteError subclasses;
+    KeyboardInterrupt leaves a resumable state.
+    """
+    options = options or Options()
+    started = time.monotonic()
+    source = open_source(src)
+    identity: dict[str, Any] = {
+        "source": source.fingerprint(),
+        "recipe": recipe.to_dict(),
+        "frequency": _digest(frequency),
+        "version": f"trilobite {trilobite.__version__}, format {FORMAT_VERSION}",
+    }
+    if (dst / "config.json").exists():
+        _check_finished(dst, identity)
+    plan = prepare(
+        source,
+        recipe,
+        frequency=frequency,
+        known_ranks=_known_ranks(dst, identity),
+        keep_unmatched=keep_unmatched,
+        progress=options.progress,
+    )
+    if options.on_plan:
+        options.on_plan(plan)
+    units = {line.matrix.name: _unit(line) for line in plan.lines}
+    if (dst / "config.json").exists():
+        return Result(plan=plan, records={}, seconds=time.monotonic() - started, fresh=0)
+    with PackedWriter(dst, list(units.values()), identity) as writer:
+        ranks = {line.matrix.name: line.rank for line in plan.lines if line.rank}
+        (dst / PARTIAL / RANKS).write_text(json.dumps(ranks))
+        todo = [line for line in plan.lines if line.matrix.name not in writer.done]
+        if options.on_line:
+            for line in plan.lines:
+                if line.matrix.name in writer.done:
+                    options.on_line(line, writer.done[line.matrix.name], False)
+        _run(source, plan, todo, writer, units, options)
+        writer.finish(
+            config=packed_config(source, recipe.name),
+            report=_report(source, plan, identity, writer.done),
+            companions=source.companions(),
+        )
+    return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=len(todo))
+
+
+def _digest(frequency: Mapping[int, Sequence[int]] | None) -> str:
+    if frequency is None:
+        return ""
+    rows = [[layer, list(counts)] for layer, counts in sorted(frequency.items())]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _check_finished(dst: Path, identity: Mapping[str, Any]) -> None:
+    try:
+        found = json.loads((dst / REPORT).read_bytes())["identity"]
+    except (OSError, ValueError, KeyError):
+        found = {}
+    differs = [key for key in identity if found.get(key) != identity[key]]
+    if differs:
+        raise DestinationError(
+            f"{dst}: holds a checkpoint that differs in its {' and '.join(differs)}; choose another destination"
+        )
+
+
+def _known_ranks(dst: Path, identity: Mapping[str, Any]) -> dict[str, int] | None:
+    """The ranks that an interrupted run with this identity found: a kurtosis policy need not read all weights again."""
+    try:
+        found = json.loads((dst / PARTIAL / "identity.json").read_bytes())
+        ranks = json.loads((dst / PARTIAL / RANKS).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return ranks if found == identity and isinstance(ranks, dict) else None
+
+
+def _unit(line: PlanLine) -> Unit:
+    m = line.matrix
+    block = f"{m.layer}.experts" if m.expert is not None else m.name
+    return Unit(
+        name=m.name, tensors=tuple((t.name, t.dtype, t.shape, t.nbytes) for t in line.stored), block=block
+    )
+
+
+def _run(
+    source: Source,
+    plan: Plan,
+    todo: Sequence[PlanLine],
+    writer: PackedWriter,
+    units: Mapping[str, Unit],
+    options: Options,
+) -> None:
+    """Work through the lines with several threads, as many at a time as the memory bound allows."""
+    device = pick_device(options.device)
+    jobs = options.jobs or (1 if device.type == "cuda" else os.cpu_count() or 1)
+    budget = _budget(plan)
+    failed = threading.Event()
+
+    def work(line: PlanLine) -> tuple[PlanLine, dict[str, Any]]:
+        if failed.is_set():
+            raise _CancelledError
+        started = time.monotonic()
+        tensors, record = _process(source, line, plan.recipe, device)
+        record["seconds"] = round(time.monotonic() - started, 3)
+        writer.write(units[line.matrix.name], tensors, record)
+        return line, record
+
+    running: dict[Future[tuple[PlanLine, dict[str, Any]]], int] = {}
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="quantize")
+    waiting = list(reversed(todo))
+    with _single_threaded_torch(jobs):
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    cost = _memory(waiting[-1], source)
+                    if running and sum(running.values()) + cost > budget:
+                        break
+                    running[pool.submit(work, waiting.pop())] = cost
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    del running[future]
+                    line, record = future.result()
+                    if options.on_line:
+                        options.on_line(line, record, True)
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            # Threads in the middle of a matrix end with it; what they were making is made again by the next run.
+            pool.shutdown(wait=not failed.is_set(), cancel_futures=True)
+
+
+class _CancelledError(Exception):
+    """Another matrix failed, or the user interrupted."""
+
+
+@contextmanager
+def _single_threaded_torch(jobs: int) -> Iterator[None]:
+    """One thread for each matrix in work, so that results do not depend on how many cores share a sum."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _process(source: Source, line: PlanLine, recipe: Recipe, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+    """The tensors to store for one plan line, in order, and what the report says of them."""
+    w = read_matrix(source, line.matrix)
+    if line.format is None:
+        stored = w.to(DTYPES[line.stored[0].dtype])
+        if stored.is_floating_point() and stored.numel():
+            _named(line, lambda: check_finite(stored.float() if stored.element_size() == 1 else stored))
+        return [stored], {}
+    w = w.to(device)
+    packed, record = _named(line, lambda: quantize_line(w, line, recipe))
+    record["error"] = float(f"{relative_error(w, packed):.6g}")
+    return [t.cpu() for t in packed.tensors().values()], record
+
+
+def quantize_line(w: Tensor, line: PlanLine, recipe: Recipe) -> tuple[PackedWeight, dict[str, Any]]:
+    """Quantize one matrix as its plan line says; also returns what the report notes about the way there.
+
+    w: [N, K] any float dtype    Raises WeightError for NaN, infinite or out-of-range weights.
+    """
+    assert line.format is not None
+    if not line.rank:
+        return quantize(w, line.format, line.method), {}
+    compensation = Compensation(
+        rank=line.rank,
+        compensator=recipe.compensator,
+        iterations=recipe.iterations,
+        seed=int.from_bytes(hashlib.sha256(line.matrix.name.encode()).digest()[:4], "little"),
+    )
+    result = milo(w, line.format, line.method, compensation)
+    return result.weight, {"iterations": len(result.errors)}
+
+
+def _named(line: PlanLine, call: Callable[[], Any]) -> Any:
+    """Run `call`; an error about the weights says whose they are."""
+    try:
+        return call()
+    except WeightError as e:
+        raise WeightError(f"{line.matrix.name}: {e}") from None
+
+
+def _memory(line: PlanLine, source: Source) -> int:
+    """Bytes that a line in work holds: the mapped source, the working copy of MiLo, the result, the bands."""
+    numel = torch.Size(line.matrix.shape).numel()
+    mapped = numel * max(1, DTYPES[source.tensors[line.matrix.source].dtype].itemsize)
+    n, k = line.matrix.shape if len(line.matrix.shape) == 2 else (numel, 1)
+    low_rank = 4 * numel + 16 * (line.rank + 32) * (n + k) if line.rank else 0
+    converted = 4 * numel if line.matrix.view.scale or line.matrix.view.transposed else 0
+    return mapped + low_rank + converted + line.nbytes + 32 * 2**20
+
+
+def _budget(plan: Plan) -> int:
+    largest = max(torch.Size(line.matrix.shape).numel() for line in plan.lines)
+    return 2 * 4 * largest + SLACK
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is a GPU. Raises RecipeError when cuda is asked for and absent."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise RecipeError(f"device {name!r}: expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
+    cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if cuda else "cpu")
+
+
+def packed_config(source: Source, recipe: str) -> dict[str, Any]:
+    """config.json of the packed checkpoint: the original's, with our quantization_config in place of any other."""
+    config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
+    config["quantization_config"] = {
+        "quant_method": "trilobite",
+        "format_version": FORMAT_VERSION,
+        "recipe": recipe,
+    }
+    return config
+
+
+def _report(
+    source: Source, plan: Plan, identity: Mapping[str, Any], done: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """trilobite.json: the plan as executed. Without clocks or paths, so that equal runs give equal bytes."""
+    head = {
+        "format_version": FORMAT_VERSION,
+        "identity": dict(identity),
+        "source": source.path.resolve().name,
+        "rank": plan.rank,
+    }
+    rows = []
+    for line in plan.lines:
+        record = {k: v for k, v in done[line.matrix.name].items() if k not in ("name", "seconds")}
+        rows.append(json.dumps(describe(line, plan.recipe.compensator) | record))
+    return json.dumps(head, indent=2)[:-2] + ',\n  "tensors": [\n    ' + ",\n    ".join(rows) + "\n  ]\n}\n"

@@ -1,0 +1,236 @@
+"""Recipe + checkpoint -> Plan: one line for every tensor, with its bytes, before anything is quantized."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from trilobite.checkpoint.roles import Matrix, read_matrix
+from trilobite.checkpoint.source import DTYPES, Source
+from trilobite.errors import RecipeError, ShapeError
+from trilobite.formats.affine import packed_shape, scale_shape
+from trilobite.formats.bitpack import BLOCK
+from trilobite.formats.weight import factor_shape
+from trilobite.quantize import ranks
+from trilobite.quantize.stats import kurtosis
+from trilobite.recipe import (
+    BODY_ROLES,
+    COMPENSATORS,
+    Format,
+    Recipe,
+    Role,
+    parse_policies,
+    parse_rank,
+    resolve_auto_rank,
+)
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, total) of a long step."""
+
+SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+GROUPS = (128, 64, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor of the packed checkpoint. dtype: safetensors' name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanLine:
+    """What happens to one tensor. format None = kept, and `note` says why; rank 0 = no compensator."""
+
+    matrix: Matrix
+    format: Format | None
+    method: str = ""
+    rank: int = 0
+    note: str = ""
+    stored: tuple[StoredTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data on disk."""
+        return sum(t.nbytes for t in self.stored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A recipe resolved for one checkpoint. rank: the policy after `auto:` was replaced."""
+
+    recipe: Recipe
+    rank: str
+    lines: tuple[PlanLine, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; equal plans give equal bytes."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "rank": self.rank,
+            "tensors": [describe(line, self.recipe.compensator) for line in self.lines],
+        }
+
+
+def describe(line: PlanLine, compensator: str) -> dict[str, Any]:
+    """One plan line as plain data."""
+    m = line.matrix
+    row: dict[str, Any] = {"name": m.name, "role": m.role.value, "shape": list(m.shape), "bytes": line.nbytes}
+    if m.layer is not None:
+        row["layer"] = m.layer
+    if m.expert is not None:
+        row["expert"] = m.expert
+    if line.format is None:
+        row["kept"] = line.note
+    else:
+        row |= {"format": str(line.format), "method": line.method, "rank": line.rank}
+        if line.rank:
+            row["compensator"] = compensator
+        if line.note:
+            row["note"] = line.note
+    return row
+
+
+def make_plan(
+    source: Source,
+    matrices: Sequence[Matrix],
+    recipe: Recipe,
+    *,
+    frequency: Mapping[int, Sequence[int]] | None = None,
+    known_ranks: Mapping[str, int] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Resolve a recipe for a checkpoint.
+
+    Reads weights only for a kurtosis policy. frequency: tokens per layer and expert, for a frequency policy.
+    known_ranks: ranks by matrix that an earlier call for the same checkpoint and recipe found, to be taken as they are.
+    Raises RecipeError and ShapeError when the recipe does not fit; nothing has been written then.
+    """
+    hidden = int(text_config(source.config).get("hidden_size") or text_config(source.config).get("d_model") or 0)
+    experts = 1 + max((m.expert for m in matrices if m.expert is not None), default=-1)
+    shared = any(m.role is Role.SHARED_EXPERT for m in matrices)
+    rank = resolve_auto_rank(recipe.rank, experts=experts, shared=shared)
+    lines = [_line(source, m, recipe) for m in matrices]
+    if not any(line.format for line in lines):
+        raise RecipeError(f"recipe {recipe.name}: no tensor of this checkpoint matches a rule; nothing to compress")
+    policies = parse_policies(rank, hidden)
+    wanted = known_ranks
+    if wanted is None:
+        wanted = _ranks(source, lines, recipe, policies, hidden, frequency, progress)
+    lines = [_with_rank(line, wanted.get(line.matrix.name, 0), recipe) for line in lines]
+    return Plan(recipe=recipe, rank=rank, lines=tuple(lines))
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config.json."""
+    return config.get("text_config") or config
+
+
+def _line(source: Source, m: Matrix, recipe: Recipe) -> PlanLine:
+    rule = recipe.rule_for(m.role, m.name, m.layer)
+    if not m.quantizable:
+        return _kept(source, m, "not a matrix" if len(m.shape) != 2 else f"{m.role.value} stays in 16 bit")
+    if rule is None:
+        return _kept(source, m, f"{m.role.value} stays in 16 bit")
+    if rule.format is None:
+        return _kept(source, m, "kept by the recipe")
+    n, k = m.shape
+    fmt, note = _fitting(rule.format, k)
+    if fmt is None:
+        if m.role is Role.EXPERT:
+            raise ShapeError(
+                f"{m.name}: K={k} is not a multiple of {BLOCK}, the smallest group; pass --keep expert to keep the "
+                "experts in 16 bit"
+            )
+        return _kept(source, m, note)
+    stored = [StoredTensor(name=f"{m.name}_packed", dtype="U8", shape=packed_shape(fmt, n, k))]
+    second = scale_shape(fmt, n, k)
+    if second:
+        stored.append(StoredTensor(name=f"{m.name}_scale", dtype="U8", shape=second))
+    return PlanLine(matrix=m, format=fmt, method=rule.method, note=note, stored=tuple(stored))
+
+
+def _fitting(fmt: Format, k: int) -> tuple[Format | None, str]:
+    """The format itself, or with the largest smaller group that divides K; None when none does."""
+    if k % BLOCK:
+        return None, f"K={k} is not a multiple of {BLOCK}, the smallest group"
+    if k % fmt.group_size(k) == 0:
+        return fmt, ""
+    smaller = next(g for g in GROUPS if g < fmt.group and k % g == 0)
+    return replace(fmt, group=smaller), f"group {smaller}: K={k} is not a multiple of {fmt.group}"
+
+
+def _kept(source: Source, m: Matrix, reason: str) -> PlanLine:
+    dtype = source.tensors[m.source].dtype
+    if DTYPES[dtype].itemsize == 1 and m.quantizable:
+        dtype, reason = "BF16", f"{reason}; {dtype} to BF16"
+    elif dtype in ("F32", "F64") and m.role in (*BODY_ROLES, Role.EMBEDDING, Role.HEAD) and len(m.shape) > 1:
+        dtype, reason = "BF16", f"{reason}; {dtype} to BF16"
+    stored = StoredTensor(name=m.name, dtype=dtype, shape=m.shape)
+    return PlanLine(matrix=m, format=None, note=reason, stored=(stored,))
+
+
+def _ranks(
+    source: Source,
+    lines: Sequence[PlanLine],
+    recipe: Recipe,
+    policies: Sequence[tuple[str, int]],
+    hidden: int,
+    frequency: Mapping[int, Sequence[int]] | None,
+    progress: Progress | None,
+) -> dict[str, int]:
+    """Rank by name for every quantized body matrix: the recipe's policies, then what single rules override."""
+    body = [line for line in lines if line.format and line.matrix.role in BODY_ROLES]
+    kinds = {kind for kind, _ in policies}
+    shares = ranks.expert_shares(frequency or {})
+    candidates = []
+    for i, line in enumerate(body):
+        m = line.matrix
+        assert line.format is not None
+        skewed = "kurtosis" in kinds and not ("dense" in kinds and m.role is not Role.EXPERT)
+        if skewed and progress:
+            progress("kurtosis", i, len(body))
+        candidates.append(
+            ranks.Candidate(
+                name=m.name,
+                role=m.role,
+                cap=ranks.rank_cap(line.format, recipe.compensator, *m.shape, capped=recipe.cap),
+                kurtosis=kurtosis(read_matrix(source, m)) if skewed else 0.0,
+                frequency=shares.get((m.layer or 0, m.expert or 0)),
+            )
+        )
+    wanted = ranks.assign_ranks(candidates, policies)
+    for c, line in zip(candidates, body, strict=True):
+        rule = recipe.rule_for(line.matrix.role, line.matrix.name, line.matrix.layer)
+        if rule and rule.rank is not None:
+            wanted[c.name] = min(parse_rank(rule.rank, hidden), c.cap)
+    return wanted
+
+
+def _with_rank(line: PlanLine, rank: int, recipe: Recipe) -> PlanLine:
+    if rank == 0:
+        return line
+    name = line.matrix.name
+    dtype = "F16" if COMPENSATORS[recipe.compensator] == 16 else "U8"
+    factors = [
+        StoredTensor(name=f"{name}_{suffix}", dtype=dtype, shape=factor_shape(recipe.compensator, rank, length))
+        for suffix, length in zip(("lra", "lrb"), line.matrix.shape, strict=True)
+    ]
+    return replace(line, rank=rank, stored=(*line.stored, *factors))
+
+
+def plan_json(plan: Plan) -> str:
+    """The plan as JSON, one line a tensor: equal plans give equal text."""
+    data = plan.to_dict()
+    rows = ",\n    ".join(json.dumps(row) for row in data.pop("tensors"))
+    head = json.dumps(data, indent=2)[:-2]
+    return f'{head},\n  "tensors": [\n    {rows}\n  ]\n}}\n'

@@ -1,0 +1,124 @@
+"""Rank policies: how much compensator every matrix gets (MiLo section 3.2.4, Table 4)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from trilobite.errors import RecipeError
+from trilobite.formats.affine import packed_shape, scale_shape
+from trilobite.formats.weight import low_rank_bytes
+from trilobite.recipe import DENSE_ROLES, Format, Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A matrix that may get a compensator. cap: the largest rank it may have    score: what its policy sorts by."""
+
+    name: str
+    role: Role
+    cap: int
+    kurtosis: float | None = None
+    frequency: float | None = None
+
+
+def assign_ranks(candidates: Sequence[Candidate], policies: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """Rank of every candidate under a sum of policies.
+
+    `dense-r` and `sparse-r` give r to their roles; `uniform-r` gives r, `kurtosis-r` shares an average of r by
+    2**kurtosis, and `frequency-r` shares an average of r among the experts by how often each is used. In a sum, the
+    last three work on what `dense` and `sparse` leave over.
+
+    Raises RecipeError when a policy needs statistics that are not there.
+    """
+    ranks = {c.name: 0 for c in candidates}
+    kinds = {kind for kind, _ in policies}
+    claimed = {role for kind in kinds for role in {"dense": DENSE_ROLES, "sparse": (Role.EXPERT,)}.get(kind, ())}
+    for kind, r in policies:
+        if kind == "dense":
+            chosen = [c for c in candidates if c.role in DENSE_ROLES]
+        elif kind in ("sparse", "frequency"):
+            chosen = [c for c in candidates if c.role is Role.EXPERT]
+        else:
+            chosen = [c for c in candidates if c.role not in claimed]
+        if kind == "frequency":
+            chosen = [c for c in chosen if c.role not in claimed]
+        shares = [r] * len(chosen)
+        if kind in ("kurtosis", "frequency"):
+            shares = share([_score(c, kind) for c in chosen], [c.cap for c in chosen], r)
+        for c, rank in zip(chosen, shares, strict=True):
+            ranks[c.name] = min(c.cap, ranks[c.name] + rank)
+    return ranks
+
+
+def _score(c: Candidate, kind: str) -> float:
+    if kind == "kurtosis":
+        assert c.kurtosis is not None
+        return float(2.0 ** min(max(c.kurtosis, -8.0), 8.0))
+    if kind == "frequency":
+        if c.frequency is None:
+            raise RecipeError(
+                f"{c.name}: a frequency policy needs expert frequencies, and there are none; run "
+                "`trilobite stats MODEL --text FILE -o stats.json` and pass --stats stats.json, or choose another rank"
+            )
+    assert c.frequency is not None
+    return c.frequency
+
+
+def share(scores: Sequence[float], caps: Sequence[int], average: int) -> list[int]:
+    """Integers proportional to the scores, at most the caps, that hold the average as far as the caps allow.
+
+    Water filling: the factor on the scores grows until the sum fits; what rounding leaves goes to the largest
+    remainders, ties to the earlier one.
+    """
+    total = min(average * len(scores), sum(caps))
+    if not scores or total <= 0:
+        return [0] * len(scores)
+    low, high = 0.0, 1.0
+    positive = [max(s, 1e-9) for s in scores]
+    while sum(min(c, high * s) for c, s in zip(caps, positive, strict=True)) < total * (1 - 1e-12) and high < 1e18:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        if sum(min(c, middle * s) for c, s in zip(caps, positive, strict=True)) < total:
+            low = middle
+        else:
+            high = middle
+    exact = [min(float(c), high * s) for c, s in zip(caps, positive, strict=True)]
+    ranks = [int(x + 1e-9) for x in exact]
+    order = sorted(range(len(exact)), key=lambda i: (ranks[i] - exact[i], i))
+    left = total - sum(ranks)
+    for i in order * 2:
+        if left <= 0:
+            break
+        if ranks[i] < caps[i]:
+            ranks[i] += 1
+            left -= 1
+    return ranks
+
+
+def weight_bytes(fmt: Format, n: int, k: int) -> int:
+    """Bytes of codes and metadata of an [n, k] matrix."""
+    bands, groups, tile = packed_shape(fmt, n, k)
+    second = scale_shape(fmt, n, k)
+    return bands * groups * tile + (second[0] * second[1] * second[2] if second else 0)
+
+
+def rank_cap(fmt: Format, compensator: str, n: int, k: int, *, capped: bool) -> int:
+    """Largest rank that is useful: below N K / (N + K), and cheaper than the next wider format when `capped`."""
+    limit = max(n * k // (n + k), 1)
+    if not capped:
+        return min(n, k)
+    wider = {2: 3, 3: 4, 4: 8}.get(fmt.bits)
+    if wider is None:
+        return 0
+    spare = weight_bytes(replace(fmt, bits=wider), n, k) - weight_bytes(fmt, n, k)
+    return min(limit, spare // low_rank_bytes(compensator, 1, n, k))
+
+
+def expert_shares(frequency: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], float]:
+    """Counts of tokens per layer and expert -> (layer, expert): usage relative to the layer's mean."""
+    shares = {}
+    for layer, counts in frequency.items():
+        mean = sum(counts) / max(len(counts), 1)
+        for expert, count in enumerate(counts):
+            shares[layer, expert] = count / mean if mean else 1.0
+    return shares

@@ -1,0 +1,81 @@
+"""Scale and offset of least squared error per group: multi-start alternation of rounding and regression.
+
+For fixed codes the best scale and offset are a line fit of the weights on the codes; for a fixed line the best codes
+are the nearest ones. Alternating the two never increases the error but finds a local minimum, so it starts from the
+min-max range shrunk by several factors, and every group keeps the best line that it has seen.
+"""
+
+import torch
+from torch import Tensor
+
+from trilobite.quantize.rtn import rtn
+from trilobite.recipe import Format
+
+SHRINKS = {2: (1.0, 0.85, 0.7, 0.55), 3: (1.0, 0.85, 0.7), 4: (1.0, 0.85), 8: (1.0,)}
+"""Factors on the min-max range to start from, by bits: the fewer codes, the more clipping pays."""
+STEPS = 8
+"""Alternations from each start."""
+
+Line = tuple[Tensor, Tensor | None]
+
+
+def search(groups: Tensor, fmt: Format, start: Line | None = None) -> Line:
+    """Scale and offset of (locally) least squared error per group.
+
+    groups: [M, G] fp32    start: a line to improve on instead of searching afresh, so the error cannot rise
+    returns: scale [M], offset [M] or None for a symmetric format
+    """
+    if start is not None:
+        starts = [start]
+    else:
+        scale, offset = rtn(groups, fmt)
+        starts = [_shrunk(scale, offset, factor, fmt) for factor in SHRINKS[fmt.bits]]
+    best_error = torch.full_like(groups[:, 0], torch.inf)
+    best_scale, best_offset = starts[0][0].clone(), None if starts[0][1] is None else starts[0][1].clone()
+    for scale, offset in starts:
+        for step in range(STEPS + 1):
+            codes = _round(groups, scale, offset, fmt)
+            error = _error(groups, codes, scale, offset)
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            best_scale = torch.where(better, scale, best_scale)
+            if offset is not None and best_offset is not None:
+                best_offset = torch.where(better, offset, best_offset)
+            if step < STEPS:
+                scale, offset = _fit(groups, codes, scale, offset)
+    return best_scale, best_offset
+
+
+def _shrunk(scale: Tensor, offset: Tensor | None, factor: float, fmt: Format) -> Line:
+    if offset is None:
+        return scale * factor, None
+    middle = offset + scale * ((2**fmt.bits - 1) / 2)
+    return scale * factor, middle - (middle - offset) * factor
+
+
+def _round(groups: Tensor, scale: Tensor, offset: Tensor | None, fmt: Format) -> Tensor:
+    """Nearest codes as fp32; symmetric codes are centred on zero."""
+    inverse = torch.where(scale != 0, 1 / scale, torch.zeros_like(scale))[:, None]
+    if offset is None:
+        centre = 2 ** (fmt.bits - 1)
+        return (groups * inverse).round_().clamp_(-centre, centre - 1)
+    return (groups - offset[:, None]).mul_(inverse).round_().clamp_(0, 2**fmt.bits - 1)
+
+
+def _error(groups: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    residual = groups - codes * scale[:, None]
+    if offset is not None:
+        residual -= offset[:, None]
+    return residual.square_().sum(-1)
+
+
+def _fit(groups: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Line:
+    """Least squares line of the weights on the codes; a group with a single code keeps its scale."""
+    if offset is None:
+        square = codes.square().sum(-1)
+        return torch.where(square > 0, (codes * groups).sum(-1) / square.clamp_min(1e-30), scale), None
+    mean_q, mean_w = codes.mean(-1), groups.mean(-1)
+    centred = codes - mean_q[:, None]
+    square = centred.square().sum(-1)
+    fitted = torch.where(square > 1e-12, (centred * groups).sum(-1) / square.clamp_min(1e-12), scale)
+    return fitted, mean_w - fitted * mean_q

@@ -1,0 +1,152 @@
+"""PackedExperts: one module in the place of every `*Experts` module of transformers."""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from trilobite.errors import ArchitectureError
+from trilobite.formats.weight import PackedWeight
+from trilobite.kernels import ops
+from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
+from trilobite.kernels.reference import GPT_OSS
+from trilobite.runtime.linear import PackedMatrix
+
+PROJECTIONS = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
+"""Names of an expert's matrices in checkpoints."""
+EXPERT_NAME = re.compile(rf"^(.*\.experts)\.(\d+)\.({'|'.join(PROJECTIONS)})$")
+
+
+class PackedExperts(nn.Module):
+    """All routed experts of one layer, one operator call for all of them.
+
+    Children `0.gate_proj`, `0.up_proj`, ... have the names of the checkpoint, so that it loads and saves tensor by
+    tensor, without stacking: experts may differ in format and rank. After loading, `gather` finds (or makes) the one
+    slab of bytes in which all of them lie.
+
+    forward: hidden_states [T, H], top_k_index [T, A] int64, top_k_weights [T, A] -> [T, H]
+    """
+
+    def __init__(self, original: nn.Module, experts: dict[int, dict[str, dict[str, Tensor]]]) -> None:
+        """original: the transformers module, on meta    experts: index -> checkpoint name -> parts by suffix."""
+        super().__init__()
+        down, transposed = original.down_proj, bool(getattr(original, "is_transposed", False))
+        assert isinstance(down, Tensor)
+        self.num_experts = int(down.shape[0])
+        self.hidden_size, self.intermediate_size = (int(s) for s in (down.shape[1:][::-1] if transposed else down.shape[1:]))
+        self.activation = _activation(original)
+        self.interleaved = not getattr(original, "is_concatenated", True)
+        self.transposed = transposed
+        self.config = original.config
+        self.originals = dict(original.named_parameters(recurse=False))
+        if sorted(experts) != list(range(self.num_experts)):
+            raise ArchitectureError(
+                f"{type(original).__name__}: {len(experts)} of {self.num_experts} experts are packed; "
+                "expected all experts of a layer"
+            )
+        for index in range(self.num_experts):
+            expert = nn.Module()
+            for name, parts in experts[index].items():
+                expert.add_module(name, PackedMatrix(self.shape_of(name), parts))
+            self.add_module(str(index), expert)
+        for name in ("gate_up_proj_bias", "down_proj_bias"):
+            self.register_parameter(name, self.originals.get(name))
+        self.slab: Tensor | None = None
+        self.table: Tensor | None = None
+
+    def shape_of(self, name: str) -> tuple[int, int]:
+        """[N, K] of an expert's matrix by its checkpoint name."""
+        if PROJECTIONS[name] == DOWN:
+            return self.hidden_size, self.intermediate_size
+        return self.intermediate_size, self.hidden_size
+
+    def cut(self, stacked: Tensor, expert: int, name: str) -> Tensor:
+        """One expert's matrix [N, K] out of a stacked parameter of the original module."""
+        w = stacked[expert].mT if self.transposed else stacked[expert]
+        if PROJECTIONS[name] == DOWN or w.shape[0] == self.intermediate_size:
+            return w.contiguous()
+        first = PROJECTIONS[name] == GATE
+        half = w[0 if first else 1 :: 2] if self.interleaved else w.chunk(2)[0 if first else 1]
+        return half.contiguous()
+
+    def stacked_name(self, name: str) -> str:
+        """Name of the original module's parameter that holds an expert's matrix."""
+        if PROJECTIONS[name] == DOWN:
+            return "down_proj"
+        return "gate_up_proj" if "gate_up_proj" in self.originals else "up_proj"
+
+    def matrices(self) -> list[tuple[PackedMatrix | None, PackedMatrix, PackedMatrix]]:
+        """(gate, up, down) of every expert; gate is None in models without gates."""
+        rows = []
+        for index in range(self.num_experts):
+            expert = self.get_submodule(str(index))
+            found: dict[int, Any] = {PROJECTIONS[name]: child for name, child in expert.named_children()}
+            rows.append((found.get(GATE), found[UP], found[DOWN]))
+        return rows
+
+    def gather(self) -> None:
+        """Find the slab that all parts lie in, or copy them into one and let the buffers be views of it."""
+        matrices = self.matrices()
+        weights: list[tuple[PackedWeight | None, PackedWeight, PackedWeight]] = [
+            (gate and gate.packed(), up.packed(), down.packed()) for gate, up, down in matrices
+        ]
+        self.slab, self.table = build(weights)
+        for e, row in enumerate(matrices):
+            for p, matrix in enumerate(row):
+                if matrix is not None:
+                    weight = expert_weight(self.slab, self.table[e, p], matrix.shape)
+                    assert weight is not None
+                    matrix.replace(weight)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Sum over each token's experts; index E and above means no expert."""
+        if self.slab is None or self.table is None or self.slab.device != hidden_states.device:
+            self.gather()
+        assert self.slab is not None
+        assert self.table is not None
+        return ops.experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self.slab,
+            self.table,
+            intermediate=self.intermediate_size,
+            activation=self.activation,
+            gate_up_bias=self._gate_up_bias(),
+            down_bias=self.down_proj_bias,
+        )
+
+    def _gate_up_bias(self) -> Tensor | None:
+        """[E, 2I] with the gate's part first, also where the checkpoint alternates the two."""
+        bias = self.gate_up_proj_bias
+        if bias is None or not self.interleaved:
+            return bias
+        return torch.cat((bias[:, ::2], bias[:, 1::2]), 1)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows, instead of thousands of children."""
+        return f"{self.num_experts} x [{self.intermediate_size}, {self.hidden_size}], {self.activation}"
+
+
+def _activation(original: nn.Module) -> str:
+    """Name of an experts module's gated activation. Raises ArchitectureError for one that we do not compute."""
+    kind = type(original).__name__
+    if kind == "GptOssExperts":
+        return GPT_OSS
+    gate = getattr(type(original), "_apply_gate", None)
+    default = gate is None or gate.__name__ == "_default_apply_gate"
+    config = original.config
+    for key in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function"):
+        name = getattr(config, key, None)
+        if name in ACT2FN and isinstance(getattr(original, "act_fn", None), type(ACT2FN[name])):
+            break
+    else:
+        default = False
+    if not default or getattr(original, "has_post_expert_norm", False):
+        raise ArchitectureError(
+            f"{kind}: computes its activation in a way of its own that the packed experts do not know; compress this "
+            "model with --keep expert"
+        )
+    return str(name)

@@ -1,0 +1,99 @@
+"""Load a checkpoint, packed or original, as a transformers model; packed weights stay in the mapped file."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from trilobite.checkpoint.packed import check_version, read_report
+from trilobite.checkpoint.source import DTYPES, Source, open_source
+from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.models.deepseek import register
+
+
+def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Load a packed or an original checkpoint for inference.
+
+    Tensors are views of the mapped files: loading reads the headers, and pages come in when they are first used. On
+    another device they are copied there. Never runs a checkpoint's own code.
+
+    dtype: of what stays unpacked, and of the activations; default: the checkpoint's
+    Raises CheckpointError, FormatVersionError or ArchitectureError.
+    """
+    source = open_source(path_or_id)
+    register()
+    tensors = map_tensors(source)
+    config = _config(source)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        if method == "trilobite":
+            check_version(quantization.get("format_version"), str(source.path))
+            known = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+            config.quantization_config = {**quantization, "tensors": known}
+    model = _model_class(config, source).from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype or "auto"
+    )
+    if (source.path / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
+    model.name_or_path = str(source.path)
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a checkpoint. Raises CheckpointError when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(open_source(path_or_id).path)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise CheckpointError(f"{path_or_id}: no usable tokenizer: {reason}; copy the tokenizer files") from e
+
+
+def map_tensors(source: Source) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint as a view of its mapped file."""
+    storages = {}
+    for file, entry in source.files.items():
+        storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=entry.size)
+        storages[file] = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    tensors = {}
+    for name, info in source.tensors.items():
+        data = storages[info.file][info.offset : info.offset + info.nbytes]
+        if data.data_ptr() % DTYPES[info.dtype].itemsize:
+            data = data.clone()
+        tensors[name] = data.view(DTYPES[info.dtype]).view(info.shape)
+    return tensors
+
+
+def _config(source: Source) -> object:
+    if (source.config.get("quantization_config") or {}).get("quant_method") == "trilobite" and (
+        source.path / "trilobite.json"
+    ).exists():
+        read_report(source.path)
+    try:
+        return AutoConfig.from_pretrained(source.path)
+    except (ValueError, KeyError) as e:
+        raise ArchitectureError(
+            f"{source.path}: model_type {source.config.get('model_type')!r} is unknown to transformers and to "
+            "trilobite; upgrade transformers"
+        ) from e
+
+
+def _model_class(config: object, source: Source) -> type[PreTrainedModel]:
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]  # type: ignore[no-any-return]
+    raise ArchitectureError(f"{source.path}: {type(config).__name__} has no text generation model in transformers")
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a folder holds a packed checkpoint."""
+    return (path / "trilobite.json").exists()

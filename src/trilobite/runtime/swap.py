@@ -1,0 +1,93 @@
+"""Swap the modules of a transformers model on the meta device for packed ones, as the tensors at hand demand."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from trilobite.errors import ArchitectureError
+from trilobite.formats.weight import SUFFIXES
+from trilobite.runtime.experts import EXPERT_NAME, PackedExperts
+from trilobite.runtime.linear import PackedLinear, PackedMatrix, check_loaded
+
+Parts = dict[str, Tensor]
+
+
+def memory_names(model: PreTrainedModel) -> Callable[[str], str]:
+    """Translate names of tensors on disk to names in memory: transformers renames some architectures' modules.
+
+    Only renamings apply: our names are no parameter names, so the converters that stack experts pass them by.
+    """
+    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
+    state = dict.fromkeys(name for name, _ in model.named_modules())
+
+    def translate(name: str) -> str:
+        renamed = str(rename_source_key(name, renamings, [])[0])
+        prefix = model.base_model_prefix
+        top = renamed.split(".", 1)[0]
+        if top not in state and f"{prefix}.{top}" in state:
+            return f"{prefix}.{renamed}"
+        return renamed
+
+    return translate
+
+
+def group_parts(tensors: Mapping[str, Tensor]) -> dict[str, Parts]:
+    """Tensors by name -> parts by module path: `a.q_proj.weight_packed` -> {"a.q_proj": {"packed": ...}}."""
+    groups: dict[str, Parts] = {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        suffix = leaf.removeprefix("weight_")
+        if leaf.startswith("weight_") and suffix in SUFFIXES:
+            groups.setdefault(path, {})[suffix] = tensor
+    return {path: parts for path, parts in groups.items() if "packed" in parts}
+
+
+def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
+    """Replace the modules whose weights are packed.
+
+    packed: module path in memory -> parts (on meta)    Paths of modules that the model does not have, such as
+    DeepSeek's extra prediction layers, are passed by, as transformers passes by their 16-bit tensors.
+    Raises ArchitectureError when a module is of a kind that cannot be replaced.
+    """
+    modules = dict(model.named_modules())
+    experts: dict[str, dict[int, dict[str, Parts]]] = {}
+    for path, parts in packed.items():
+        module = modules.get(path)
+        match = EXPERT_NAME.match(path)
+        if isinstance(module, nn.Linear):
+            shape = (module.out_features, module.in_features)
+            model.set_submodule(path, PackedLinear(shape, parts, module.bias))
+        elif module is not None:
+            raise ArchitectureError(
+                f"{path}: is a {type(module).__name__} and cannot run packed; compress this model with a recipe that "
+                "keeps it in 16 bit"
+            )
+        elif match and match[1] in modules:
+            experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = parts
+    for path, indexed in experts.items():
+        original = modules[path]
+        if not isinstance(getattr(original, "down_proj", None), nn.Parameter) or not hasattr(original, "config"):
+            raise ArchitectureError(
+                f"{path}: {type(original).__name__} is not an experts module that can run packed; compress this model "
+                "with --keep expert"
+            )
+        model.set_submodule(path, PackedExperts(original, indexed))
+
+
+def finish(model: nn.Module) -> None:
+    """After loading: check every packed matrix, and gather the experts of every layer."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedMatrix):
+            check_loaded(module, name)
+    for module in model.modules():
+        if isinstance(module, PackedExperts):
+            module.gather()
+
+
+def on_meta(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """Tensors without data from dtypes and shapes."""
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in parts.items()}
