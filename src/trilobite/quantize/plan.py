@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trilobite.checkpoint.roles import Matrix, read_matrix
+from trilobite.checkpoint.roles import Matrix, View, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.errors import RecipeError, ShapeError
 from trilobite.formats.affine import packed_shape, scale_shape
@@ -119,7 +119,7 @@ def make_plan(
     experts = 1 + max((m.expert for m in matrices if m.expert is not None), default=-1)
     shared = any(m.role is Role.SHARED_EXPERT for m in matrices)
     rank = resolve_auto_rank(recipe.rank, experts=experts, shared=shared)
-    lines = [_line(source, m, recipe) for m in matrices]
+    lines = _whole_tensors(source, [_line(source, m, recipe) for m in matrices])
     if not any(line.format for line in lines):
         raise RecipeError(f"recipe {recipe.name}: no tensor of this checkpoint matches a rule; nothing to compress")
     policies = parse_policies(rank, hidden)
@@ -143,6 +143,8 @@ def _line(source: Source, m: Matrix, recipe: Recipe) -> PlanLine:
         return _kept(source, m, f"{m.role.value} stays in 16 bit")
     if rule.format is None:
         return _kept(source, m, "kept by the recipe")
+    if m.role is Role.HEAD and text_config(source.config).get("tie_word_embeddings"):
+        return _kept(source, m, "tied to the embedding")
     n, k = m.shape
     fmt, note = _fitting(rule.format, k)
     if fmt is None:
@@ -157,6 +159,30 @@ def _line(source: Source, m: Matrix, recipe: Recipe) -> PlanLine:
     if second:
         stored.append(StoredTensor(name=f"{m.name}_scale", dtype="U8", shape=second))
     return PlanLine(matrix=m, format=fmt, method=rule.method, note=note, stored=tuple(stored))
+
+
+def _whole_tensors(source: Source, lines: Sequence[PlanLine]) -> list[PlanLine]:
+    """Kept experts of a fused tensor stay the one tensor that they are, because transformers expects it so.
+
+    Raises RecipeError when the recipe keeps only some of them, or keeps experts that are not stored in 16 bit.
+    """
+    fused = [line for line in lines if line.matrix.view.expert is not None]
+    kept = {line.matrix.source for line in fused if line.format is None}
+    for line in fused:
+        m = line.matrix
+        if m.source in kept and (line.format is not None or m.view.scale):
+            why = "holds all experts of a layer" if line.format else "is not in 16 bit"
+            raise RecipeError(f"{m.source}: {why} and cannot be kept in part or as it is; give its experts a format")
+    result, seen = [], set()
+    for line in lines:
+        m = line.matrix
+        if m.source not in kept or m.view.expert is None:
+            result.append(line)
+        elif m.source not in seen:
+            seen.add(m.source)
+            whole = replace(m, name=m.source, expert=None, shape=source.tensors[m.source].shape, view=View())
+            result.append(_kept(source, whole, line.note))
+    return result
 
 
 def _fitting(fmt: Format, k: int) -> tuple[Format | None, str]:

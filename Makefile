@@ -1,0 +1,36 @@
+# make demo   installs, compresses the small model that ships with the project, prints what it cost, generates text
+# make test   installs, lints, type-checks, runs the tests
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+# CPU machines of this project have this build of torch at hand; the package itself accepts a range.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test lint format install clean
+
+$(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev,eval,plot]"
+	touch $@
+
+install: $(VENV)/.installed
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build demo-output

@@ -1,0 +1,70 @@
+"""`make demo`: compress the small MoE model that ships with the project and show what each recipe costs.
+
+One table: bytes, bits per weight, perplexity on a held-out text, seconds; then a generated sample of each.
+"""
+
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import trilobite
+from trilobite.evaluate.perplexity import Score, score, tokenize_file
+from trilobite.runtime.generate import generate_text
+from trilobite.runtime.load import load_tokenizer
+
+HERE = Path(__file__).parent
+MODEL, TEXT, OUTPUT = HERE / "tiny-moe", HERE / "heldout.txt", HERE.parent / "demo-output"
+RECIPES = ("rtn3", "search3", "milo-s1", "milo-s2")
+PROMPT = "The old man looked at the sea and"
+CONTEXT, BATCH = 256, 16
+
+
+def main() -> None:
+    console = Console()
+    console.print(f"Trilobite {trilobite.__version__}: compressing {MODEL.name} with {', '.join(RECIPES)}")
+    shutil.rmtree(OUTPUT, ignore_errors=True)
+    seconds = {"16 bit": 0.0}
+    folders = {"16 bit": MODEL}
+    for recipe in RECIPES:
+        started = time.monotonic()
+        trilobite.compress(str(MODEL), OUTPUT / recipe, trilobite.load_recipe(recipe))
+        seconds[recipe] = time.monotonic() - started
+        folders[recipe] = OUTPUT / recipe
+        console.print(f"  {recipe}: {seconds[recipe]:.1f} s -> {folders[recipe].relative_to(HERE.parent)}")
+    tokenizer = load_tokenizer(str(MODEL))
+    models = {name: trilobite.load(str(folder)) for name, folder in folders.items()}
+    ids = tokenize_file(tokenizer, TEXT)
+    with torch.inference_mode():
+        scores = score(models, ids, context=CONTEXT, batch=BATCH, reference=models["16 bit"])
+        samples = {name: generate_text(model, tokenizer, PROMPT, tokens=32) for name, model in models.items()}
+    console.print(_table(folders, scores, seconds))
+    for name, sample in samples.items():
+        console.print(f"[bold]{name}[/bold]: {' '.join(sample.split())}", highlight=False)
+
+
+def _table(folders: dict[str, Path], scores: dict[str, Score], seconds: dict[str, float]) -> Table:
+    parameters = sum(p.numel() for p in trilobite.load(str(MODEL)).parameters())
+    table = Table(title=f"perplexity on {TEXT.name}, context {CONTEXT}")
+    for column in ("recipe", "MB on disk", "bits/weight", "perplexity", "KL (nats)", "top-1", "seconds"):
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    for name, folder in folders.items():
+        size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        s = scores[name]
+        table.add_row(
+            name,
+            f"{size / 1e6:.2f}",
+            f"{size * 8 / parameters:.2f}",
+            f"{s.perplexity:.2f}",
+            f"{s.kl:.4f}",
+            f"{s.top1:.3f}",
+            f"{seconds[name]:.1f}" if name != "16 bit" else "",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
