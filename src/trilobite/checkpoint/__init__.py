@@ -1,0 +1,1 @@
+"""Files on disk: read a checkpoint, name its tensors, write a packed one."""

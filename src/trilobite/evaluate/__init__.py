@@ -1,0 +1,1 @@
+"""What compression cost: perplexity, KL divergence, tasks, expert use."""

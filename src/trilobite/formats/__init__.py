@@ -1,0 +1,1 @@
+"""What stored bytes mean: encode and decode, no optimisation."""

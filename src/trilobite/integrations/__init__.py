@@ -1,0 +1,1 @@
+"""Plugins for the programs of others."""

@@ -1,0 +1,1 @@
+"""The operators `linear` and `experts` for packed weights, and their backends."""

@@ -1,0 +1,1 @@
+"""Offline: one matrix in, one packed weight out; plans and the compress loop."""

@@ -1,0 +1,1 @@
+"""Run a packed checkpoint: modules, loading, generating."""

@@ -1,0 +1,154 @@
+"""Benchmark tasks through lm_eval (the `eval` extra), from local files or from the Hugging Face hub.
+
+    run_tasks(model, tokenizer, ["piqa", "mmlu"], data=Path("eval"), limit=None, batch=8)["piqa"]["acc"]
+
+With `data`, the tasks are those of `task_files/`: they read that folder (`task_data` describes its files) and
+touch no network. Without it they are lm_eval's own, which download their data. Few-shot counts are those of
+MiLo (arXiv:2504.02658, section 4): five for MMLU and TriviaQA, none for the others.
+"""
+
+import copy
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trilobite.errors import EvaluationError, MissingExtraError, TrilobiteError
+from trilobite.evaluate.task_data import SHOTS
+
+TASK_FILES = Path(__file__).with_name("task_files")
+TASKS = tuple(sorted(path.stem for path in TASK_FILES.glob("*.yaml")))
+"""The tasks that run from local files."""
+
+FEWSHOT = {"mmlu": SHOTS, "triviaqa": SHOTS}
+ONLINE_NAMES = {"wikitext2": "wikitext"}
+SEED = 1234
+"""lm_eval's own default for the choice of few-shot examples."""
+BOOTSTRAP_ITERATIONS = 1000
+"""For the standard error of the perplexities; that of a mean is computed, not sampled."""
+
+
+def run_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: list[str],
+    *,
+    data: Path | None,
+    limit: int | None,
+    batch: int,
+) -> dict[str, dict[str, float]]:
+    """Run benchmark tasks one after another on a loaded model.
+
+    tasks: names from TASKS, or without `data` any that lm_eval knows    data: folder of the data files
+    limit: only the first `limit` items of every task, and of every member of a group
+    batch: sequences in a forward pass
+    returns: task -> {metric: value, metric_stderr: its standard error where there is one, "n": items scored};
+        the members of a group follow it under their own names (mmlu, mmlu_anatomy, ...)
+    Raises EvaluationError for an unknown task, a missing or damaged data file, and a result that is NaN;
+    MissingExtraError when lm_eval is not installed.
+    """
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as e:
+        raise MissingExtraError(
+            'tasks need lm_eval, which is not installed; pip install "trilobite[eval]"'
+        ) from e
+    if limit is not None and limit < 1:
+        raise EvaluationError(f"limit {limit}: no items; use --limit 1 or more, or leave it out")
+    results: dict[str, dict[str, float]] = {}
+    with _quiet():
+        loaded = load_tasks(tasks, data=data)
+        # a copy, because lm_eval gives the tokenizer a padding token
+        lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch)
+        for name, task in loaded.items():
+            results |= _run(lm, name, task, limit)
+    return results
+
+
+def load_tasks(tasks: list[str], *, data: Path | None) -> dict[str, Any]:
+    """Build tasks with their data and few-shot counts, ready for `lm_eval.evaluate`.
+
+    returns: task -> lm_eval's TaskDict (a group and its members, or one task). Raises as `run_tasks` does.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if data is None:
+        manager = TaskManager()
+    elif data.is_dir():
+        manager = TaskManager(
+            include_path=str(TASK_FILES), include_defaults=False, metadata={"data": str(data)}
+        )
+    else:
+        raise EvaluationError(f"{data}: not a folder; --data must name the folder of the task files")
+    loaded: dict[str, Any] = {}
+    for name in tasks:
+        known_as = name if data else ONLINE_NAMES.get(name, name)
+        if known_as not in manager.all_tasks:
+            more = "" if data else ", and all that `lm_eval ls tasks` prints"
+            raise EvaluationError(f"task {name!r}: unknown; known are {', '.join(TASKS)}{more}")
+        try:
+            loaded[name] = manager.load([known_as])
+        except TrilobiteError:
+            raise
+        except (OSError, ValueError) as e:  # what `datasets` raises without network, or without its cache
+            reason = " ".join(str(e).split())
+            raise EvaluationError(f"task {name!r}: cannot load its data ({reason}); use --data DIR") from e
+        for task in loaded[name]["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config("num_fewshot", FEWSHOT.get(name, 0))
+            task.set_fewshot_seed(SEED)
+    return loaded
+
+
+def _run(lm: Any, name: str, loaded: Any, limit: int | None) -> dict[str, dict[str, float]]:
+    """One task, or one group and its members, as flat numbers."""
+    # not simple_evaluate: it spends seconds on describing the machine, and takes one few-shot count for all
+    from lm_eval import evaluate
+
+    raw = evaluate(
+        lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP_ITERATIONS, log_samples=False
+    )
+    items = {member: count["effective"] for member, count in raw["n-samples"].items()}
+    results: dict[str, dict[str, float]] = {}
+    if loaded["groups"]:
+        group = next(iter(loaded["groups"]))  # the one asked for; its subgroups come after it
+        results[name] = _numbers(name, raw["results"][group], sum(items.values()))
+    for member, count in items.items():
+        # lm_eval calls the inline members of a group GROUP::NAME
+        label = name if list(raw["results"]) == [member] else member.rpartition("::")[2]
+        results[label] = _numbers(label, raw["results"][member], count)
+    return results
+
+
+def _numbers(name: str, metrics: dict[str, Any], items: int) -> dict[str, float]:
+    """{"acc,none": x, "acc_stderr,none": y, "alias": ...} -> {"acc": x, "acc_stderr": y, "n": items}."""
+    split = {key: key.split(",", 1) for key, value in metrics.items() if "," in key and value != "N/A"}
+    # the part after the comma names a filter of the answers; it is noise unless there are several
+    several = len({answer_filter for _, answer_filter in split.values()}) > 1
+    numbers = {key if several else metric: float(metrics[key]) for key, (metric, _) in split.items()}
+    for metric, value in numbers.items():
+        if math.isnan(value):
+            raise EvaluationError(f"{name}: {metric} is NaN, as the model's logits are; damaged checkpoint")
+    return {**numbers, "n": items}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep lm_eval's notes out of the output: standard output carries only the caller's result.
+
+    Its bootstrap would also fork one process per core, each a copy of a process that holds the model.
+    """
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(sys.stderr), patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}):
+            yield
+    finally:
+        logger.setLevel(level)

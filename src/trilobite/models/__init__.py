@@ -1,0 +1,1 @@
+"""Architectures that transformers lacks, one file each; `register()` makes its Auto classes know them."""
