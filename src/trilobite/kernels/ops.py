@@ -4,12 +4,14 @@
 through them, and are inference only (no autograd).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check
-from trilobite.kernels import reference
+from trilobite.kernels import cpu, reference
 
 _lib = torch.library.Library("trilobite", "DEF")
 _lib.define(
@@ -82,10 +84,33 @@ def _experts_fake(
     return torch.empty_like(x)
 
 
+def _experts_cpu(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    slab: Tensor,
+    table: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    intermediate: int,
+    activation: str,
+) -> Tensor:
+    run = cpu.experts if activation in cpu.ACTIVATIONS else _experts
+    return run(x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation)
+
+
 _lib.impl("linear", _linear, "CompositeExplicitAutograd")
 _lib.impl("experts", _experts, "CompositeExplicitAutograd")
+if cpu.available():
+    _lib.impl("linear", cpu.linear, "CPU")
+    _lib.impl("experts", _experts_cpu, "CPU")
 torch.library.register_fake("trilobite::linear", _linear_fake, lib=_lib)
 torch.library.register_fake("trilobite::experts", _experts_fake, lib=_lib)
+
+
+def backend_info() -> dict[str, Any]:
+    """Which implementation runs on the CPU and why; see `cpu.info`."""
+    return cpu.info()
 
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:

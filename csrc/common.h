@@ -1,0 +1,80 @@
+// What the parts of the engine share: a packed matrix, prepared activations, and the function table of a tier.
+// Included by every translation unit, so nothing here may generate code from the standard library.
+#ifndef TRILOBITE_COMMON_H
+#define TRILOBITE_COMMON_H
+#include <stddef.h>
+#include <stdint.h>
+
+#include "trilobite.h"
+
+namespace trilobite {
+
+constexpr int ROWS = 16;        // rows of a tile: one per 32-bit lane
+constexpr int BLOCK = 32;       // columns of a block of codes
+constexpr int UNIT = 64;        // rows of a unit of work: four bands, one group of a compensator
+constexpr int UNIT_BANDS = UNIT / ROWS;
+constexpr int TOKENS = 16;      // tokens that are laid out together
+constexpr int LR_GROUP = 64;    // values of a compensator factor that share a scale
+constexpr int SLACK = 2048;     // bytes readable past prepared activations: whole tiles are loaded at the end
+
+// A packed matrix [n, k] (formats/affine.py, formats/weight.py). Pointers need no alignment.
+struct Matrix {
+  const uint8_t *packed, *super, *lra, *lrb;
+  int64_t n, k, rank;
+  int rank_bits, bits, group;
+  bool symmetric, double_quant;
+  bool wide;  // metadata is fp32 (scale, offset): only the expanded V of a compensator
+  int64_t bands, groups, tile_bytes, code_bytes, supers;
+};
+
+// Activations [count, k] as integers: per token and segment of 32 or 64 columns a scale, and 1 or 3 signed 8-bit
+// digits of x / scale (most significant last). Products with codes are then exact in int32, on every tier.
+//   q      [block of 16 tokens][segment][digit][token of the block][column of the segment]
+//   scale  [block][segment][token]      sum [block][segment][token]: the segment's sum of x
+struct Digits {
+  int8_t *q;
+  float *scale, *sum;
+  int64_t k, segments;
+  int count, seg, digits;
+
+  int blocks() const { return (count + TOKENS - 1) / TOKENS; }
+  int rows(int block) const { return count - block * TOKENS < TOKENS ? count - block * TOKENS : TOKENS; }
+  int8_t *q_block(int block) const { return q + (int64_t)block * TOKENS * k * digits; }
+  float *scale_block(int block) const { return scale + (int64_t)block * TOKENS * segments; }
+  float *sum_block(int block) const { return sum + (int64_t)block * TOKENS * segments; }
+  Digits one_block(int block) const {
+    return {q_block(block), scale_block(block), sum_block(block), k, segments, rows(block), seg, digits};
+  }
+};
+
+// One implementation of everything that touches many elements. All accumulate in fp32.
+struct Tier {
+  const char *name;
+  // Bytes of thread-local scratch that `rows` may use.
+  size_t scratch_bytes;
+  // Rows `index[i]` (or i when index is NULL) of x [.., k] -> tokens of one block of d.
+  void (*quantize_block)(const void *x, int dtype, const int32_t *index, const Digits &d, int block);
+  // Columns [column, column + width) of all tokens, from fp32 x [count, ld]; width is a multiple of d.seg.
+  void (*quantize_columns)(const float *x, int64_t ld, int64_t column, int width, const Digits &d);
+  // out [count, ld] = x W^T for the rows of `bands` bands from `band`.
+  void (*rows)(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *scratch);
+  // z [count, ld] = x V^T for ranks [rank, rank + 16).
+  void (*low_rank_v)(const Matrix &m, int64_t rank, const Digits &x, float *z, int64_t ld, void *scratch);
+  // out [count, ld] += z U^T for the 64 rows from `row`; z is [count, ldz].
+  void (*low_rank_u)(const Matrix &m, int64_t row, const float *z, int64_t ldz, int count, float *out, int64_t ld);
+  // gate = act(gate) * up, or act(gate) when up is NULL.
+  void (*activate)(int activation, float *gate, const float *up, int64_t count);
+  // fp32 -> dtype.
+  void (*store)(const float *x, int64_t count, void *y, int dtype);
+  // For probes: read bytes with wide loads and prefetch; do `rounds` independent integer dot products, and say how many
+  // multiply-accumulates that were.
+  uint64_t (*read)(const uint8_t *p, int64_t bytes);
+  int64_t (*spin)(int64_t rounds);
+  // One tile: find the lines, round, pack (quantize.h).
+  void (*quantize_tile)(const struct QuantizeTile &t);
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace trilobite
+#endif

@@ -1,0 +1,31 @@
+// The parts of a matrix product that linear.cpp and experts.cpp share.
+#ifndef TRILOBITE_ENGINE_H
+#define TRILOBITE_ENGINE_H
+#include "common.h"
+#include "workspace.h"
+
+namespace trilobite {
+
+// Bytes of per-thread scratch that products with rows of `k` columns need.
+int64_t scratch_bytes(const Tier &t, int64_t k);
+
+// out [x.count, ld] = x (W + U V)^T for `bands` bands from `band`, a multiple of UNIT_BANDS; z = x V^T or NULL.
+// Writes bands * 16 columns, rounded up to 64 when there is a compensator.
+void product(const Tier &t, const Matrix &m, int64_t band, int bands, const Digits &x, const float *z, float *out,
+             int64_t ld, void *scratch);
+
+void linear(const void *x, int dtype, int64_t tokens, const Matrix &m, const void *bias, int bias_dtype, void *y,
+            int digits, int threads);
+
+// False after leaving a message: the table of experts does not fit the slab.
+bool experts(const trilobite_experts_args &a);
+
+// False after leaving a message: shapes or bits that no format has.
+bool quantize(const trilobite_quantize_args &a);
+
+// Seconds to read `bytes` bytes once; multiply-accumulates per second.
+double read_seconds(const void *data, int64_t bytes, int threads);
+double peak_macs(int threads);
+
+}  // namespace trilobite
+#endif

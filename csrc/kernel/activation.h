@@ -1,0 +1,68 @@
+// Activations of the gate, in fp32. Loops over plain arithmetic, which vectorize.
+
+// e^x within 2 ulp: x = n ln 2 + r, a degree-6 polynomial on |r| <= ln(2)/2, then n goes into the exponent.
+static inline float fast_exp(float x) {
+  const float bounded = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
+  const float n = __builtin_rintf(bounded * 1.44269504f);
+  const float r = (bounded - n * 0.693145752f) - n * 1.42860677e-6f;
+  float p = 1.38888889e-3f;
+  p = p * r + 8.33333333e-3f;
+  p = p * r + 4.16666667e-2f;
+  p = p * r + 1.66666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  // Two factors, since n may be 128 while 2^128 is no fp32.
+  const int32_t whole = (int32_t)n, half = whole >> 1;
+  p = p * bits_to_float((uint32_t)(half + 127) << 23) * bits_to_float((uint32_t)(whole - half + 127) << 23);
+  return x != x ? x : p;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
+static inline float tanh_exp(float x) { return 1.0f - 2.0f / (1.0f + fast_exp(2.0f * x)); }
+// These keep NaN, as torch does.
+static inline float at_most(float x, float top) { return x > top ? top : x; }
+static inline float at_least(float x, float low) { return x < low ? low : x; }
+
+static inline float act(int kind, float x) {
+  switch (kind) {
+    case TRILOBITE_SILU: return x * sigmoid(x);
+    case TRILOBITE_GELU_TANH: return 0.5f * x * (1.0f + tanh_exp(0.797884561f * (x + 0.044715f * x * x * x)));
+    case TRILOBITE_QUICK_GELU: return x * sigmoid(1.702f * x);
+    case TRILOBITE_SIGMOID: return sigmoid(x);
+    case TRILOBITE_TANH: return tanh_exp(x);
+    case TRILOBITE_RELU: return at_least(x, 0);
+    case TRILOBITE_RELU2: return at_least(x, 0) * at_least(x, 0);
+    case TRILOBITE_GELU: return 0.5f * x * (1.0f + erff(x * 0.707106781f));
+    default: return x;
+  }
+}
+
+template <int KIND> static void apply(float *gate, const float *up, int64_t count) {
+  if (up)
+    for (int64_t i = 0; i < count; i++) gate[i] = act(KIND, gate[i]) * up[i];
+  else
+    for (int64_t i = 0; i < count; i++) gate[i] = act(KIND, gate[i]);
+}
+
+static void apply_gpt_oss(float *gate, const float *up, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    const float g = at_most(gate[i], 7.0f), u = at_least(at_most(up[i], 7.0f), -7.0f);
+    gate[i] = (u + 1.0f) * (g * sigmoid(1.702f * g));
+  }
+}
+
+static void activate(int kind, float *gate, const float *up, int64_t count) {
+  switch (kind) {
+    case TRILOBITE_SILU: return apply<TRILOBITE_SILU>(gate, up, count);
+    case TRILOBITE_GELU: return apply<TRILOBITE_GELU>(gate, up, count);
+    case TRILOBITE_GELU_TANH: return apply<TRILOBITE_GELU_TANH>(gate, up, count);
+    case TRILOBITE_RELU: return apply<TRILOBITE_RELU>(gate, up, count);
+    case TRILOBITE_SIGMOID: return apply<TRILOBITE_SIGMOID>(gate, up, count);
+    case TRILOBITE_QUICK_GELU: return apply<TRILOBITE_QUICK_GELU>(gate, up, count);
+    case TRILOBITE_RELU2: return apply<TRILOBITE_RELU2>(gate, up, count);
+    case TRILOBITE_TANH: return apply<TRILOBITE_TANH>(gate, up, count);
+    case TRILOBITE_GPT_OSS: return apply_gpt_oss(gate, up, count);
+    default: return apply<TRILOBITE_IDENTITY>(gate, up, count);
+  }
+}

@@ -1,0 +1,70 @@
+// Activations -> digits. See `Digits` in common.h for the layout.
+
+// Digits of x[0..n) with scale 2^e such that |x / scale| < 2^22: exact for bf16 down to 2^-14 of the largest value.
+static inline float split_exact(const float *x, int n, uint32_t top, int8_t *q, int64_t stride, int32_t *total) {
+  int e = (int)(top >> 23) - 127;
+  e = e < -100 ? -100 : e;  // keeps 2^(21-e) finite; what is lost is below 2^-121
+  const float inverse = bits_to_float((uint32_t)(21 - e + 127) << 23);
+  int32_t sum = 0;
+  for (int i = 0; i < n; i++) {
+    const int32_t v = (int32_t)__builtin_rintf(x[i] * inverse);
+    const int32_t v1 = (v + 128) >> 8, v2 = (v1 + 128) >> 8;
+    q[i] = (int8_t)v;
+    q[stride + i] = (int8_t)v1;
+    q[2 * stride + i] = (int8_t)v2;
+    sum += v;
+  }
+  *total = sum;
+  return bits_to_float((uint32_t)(e - 21 + 127) << 23);
+}
+
+static inline float split_int8(const float *x, int n, uint32_t top, int8_t *q, int32_t *total) {
+  const float largest = bits_to_float(top);
+  const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+  int32_t sum = 0;
+  for (int i = 0; i < n; i++) {
+    const int32_t v = (int32_t)__builtin_rintf(x[i] * inverse);
+    q[i] = (int8_t)v;
+    sum += v;
+  }
+  *total = sum;
+  return largest * (1 / 127.0f);
+}
+
+// One segment of one token. A NaN or infinite value makes the scale NaN, and with it every result of the token.
+static inline void quantize_segment(const float *x, const Digits &d, int block, int64_t s, int row) {
+  const int rows = d.rows(block), n = d.seg;
+  const int64_t at = s * rows + row, stride = (int64_t)rows * n;
+  int8_t *q = d.q_block(block) + s * d.digits * stride + (int64_t)row * n;
+  uint32_t top = 0;
+  for (int i = 0; i < n; i++) {
+    const uint32_t a = float_to_bits(x[i]) & 0x7fffffff;
+    top = a > top ? a : top;
+  }
+  if (top >= 0x7f800000) {
+    for (int i = 0; i < d.digits; i++) memset(q + i * stride, 0, n);
+    d.scale_block(block)[at] = d.sum_block(block)[at] = bits_to_float(0x7fc00000);
+    return;
+  }
+  int32_t total;
+  const float scale = d.digits == 1 ? split_int8(x, n, top, q, &total) : split_exact(x, n, top, q, stride, &total);
+  d.scale_block(block)[at] = scale;
+  d.sum_block(block)[at] = scale * (float)total;
+}
+
+static void quantize_block(const void *x, int dtype, const int32_t *index, const Digits &d, int block) {
+  float buffer[64];
+  for (int r = 0; r < d.rows(block); r++) {
+    const int64_t token = (int64_t)block * TOKENS + r, row = index ? index[token] : token;
+    for (int64_t s = 0; s < d.segments; s++) {
+      load_floats(x, dtype, row * d.k + s * d.seg, d.seg, buffer);
+      quantize_segment(buffer, d, block, s, r);
+    }
+  }
+}
+
+static void quantize_columns(const float *x, int64_t ld, int64_t column, int width, const Digits &d) {
+  for (int t = 0; t < d.count; t++)
+    for (int c = 0; c < width; c += d.seg)
+      quantize_segment(x + t * ld + c, d, t / TOKENS, (column + c) / d.seg, t % TOKENS);
+}

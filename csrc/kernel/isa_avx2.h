@@ -1,0 +1,63 @@
+// AVX2: a register of the layout is two ymm, rows 0-7 and rows 8-15. No VNNI: byte products go through int16 pairs.
+#define UNROLL _Pragma("GCC unroll 8")
+struct Isa {
+  static constexpr int TOKENS_AT_ONCE = 2;
+  struct Bytes { __m256i a, b; };
+  struct Ints { __m256i a, b; };
+  struct Floats { __m256 a, b; };
+
+  static Bytes load(const uint8_t *p) {
+    return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
+  }
+  static void store(uint8_t *p, Bytes v) {
+    _mm256_storeu_si256((__m256i *)p, v.a);
+    _mm256_storeu_si256((__m256i *)(p + 32), v.b);
+  }
+  static Bytes mask(Bytes v, uint8_t m) {
+    const __m256i k = _mm256_set1_epi8((char)m);
+    return {_mm256_and_si256(v.a, k), _mm256_and_si256(v.b, k)};
+  }
+  // Shifts 16-bit lanes: bits of the neighbour come in, a mask always follows.
+  template <int S> static Bytes shr(Bytes v) { return {_mm256_srli_epi16(v.a, S), _mm256_srli_epi16(v.b, S)}; }
+  static Bytes either(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+
+  static Ints zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  template <int BITS> static Ints dot(Ints acc, Bytes c, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const __m256i v = _mm256_set1_epi32(four);
+    return {dot1<BITS>(acc.a, c.a, v), dot1<BITS>(acc.b, c.b, v)};
+  }
+  static Ints shl8_add(Ints h, Ints l) {
+    return {_mm256_add_epi32(_mm256_slli_epi32(h.a, 8), l.a), _mm256_add_epi32(_mm256_slli_epi32(h.b, 8), l.b)};
+  }
+  static Floats to_float(Ints v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
+  static Floats load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static void store(float *p, Floats v) { _mm256_storeu_ps(p, v.a); _mm256_storeu_ps(p + 8, v.b); }
+  static Floats set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  static Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+  static Floats fma(Floats x, Floats y, Floats z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+  }
+  static Floats from_half(const uint8_t *p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
+  }
+  static Floats from_u8(const uint8_t *p) {
+    const __m128i v = _mm_loadu_si128((const __m128i *)p);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v)),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)))};
+  }
+
+ private:
+  static __m256i pairs(__m256i c, __m256i x) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(c, x), _mm256_set1_epi16(1));
+  }
+  // Codes of up to 4 bits cannot saturate an int16 pair; 8-bit codes go nibble by nibble.
+  template <int BITS> static __m256i dot1(__m256i acc, __m256i c, __m256i x) {
+    if (BITS < 8) return _mm256_add_epi32(acc, pairs(c, x));
+    const __m256i m = _mm256_set1_epi8(15);
+    const __m256i high = pairs(_mm256_and_si256(_mm256_srli_epi16(c, 4), m), x);
+    return _mm256_add_epi32(_mm256_add_epi32(acc, pairs(_mm256_and_si256(c, m), x)), _mm256_slli_epi32(high, 4));
+  }
+};

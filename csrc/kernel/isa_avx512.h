@@ -1,0 +1,46 @@
+// AVX-512 (F, BW, VL, DQ), with VNNI where the translation unit is compiled for it. One zmm is one plane of a block.
+#define UNROLL _Pragma("GCC unroll 8")
+struct Isa {
+  static constexpr int TOKENS_AT_ONCE = 4;
+  using Bytes = __m512i;
+  using Ints = __m512i;
+  using Floats = __m512;
+
+  static Bytes load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+  static void store(uint8_t *p, Bytes v) { _mm512_storeu_si512(p, v); }
+  static Bytes mask(Bytes v, uint8_t m) { return _mm512_and_si512(v, _mm512_set1_epi8((char)m)); }
+  // Shifts 16-bit lanes: bits of the neighbour come in, a mask always follows.
+  template <int S> static Bytes shr(Bytes v) { return _mm512_srli_epi16(v, S); }
+  static Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+
+  static Ints zero() { return _mm512_setzero_si512(); }
+  template <int BITS> static Ints dot(Ints acc, Bytes c, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const __m512i v = _mm512_set1_epi32(four);
+#ifdef __AVX512VNNI__
+    return _mm512_dpbusd_epi32(acc, c, v);
+#else
+    if (BITS < 8) return _mm512_add_epi32(acc, pairs(c, v));  // cannot saturate int16
+    const __m512i m = _mm512_set1_epi8(15);
+    const __m512i high = pairs(_mm512_and_si512(_mm512_srli_epi16(c, 4), m), v);
+    return _mm512_add_epi32(_mm512_add_epi32(acc, pairs(_mm512_and_si512(c, m), v)), _mm512_slli_epi32(high, 4));
+#endif
+  }
+  static Ints shl8_add(Ints h, Ints l) { return _mm512_add_epi32(_mm512_slli_epi32(h, 8), l); }
+  static Floats to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
+  static Floats load(const float *p) { return _mm512_loadu_ps(p); }
+  static void store(float *p, Floats v) { _mm512_storeu_ps(p, v); }
+  static Floats set1(float x) { return _mm512_set1_ps(x); }
+  static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  static Floats from_half(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+  static Floats from_u8(const uint8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+  }
+
+ private:
+  static __m512i pairs(__m512i c, __m512i x) {
+    return _mm512_madd_epi16(_mm512_maddubs_epi16(c, x), _mm512_set1_epi16(1));
+  }
+};

@@ -1,0 +1,253 @@
+// One tile of 16 rows x one group: scales and offsets by rtn, search or hqq, codes on the stored grid, packed planes.
+// The twin of trilobite/quantize/{rtn,search,hqq}.py, which explain the methods. Vectors hold the 16 rows of the tile,
+// one row a lane, so that every sum over a group is a plain accumulation; GCC's vector types let each tier compile the
+// same lines for its registers.
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"  // nothing here is called across translation units
+
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t Bits __attribute__((vector_size(64)));
+
+static inline Lanes all(float x) { return Lanes{} + x; }
+static inline Lanes choose(Bits take, Lanes a, Lanes b) { return take ? a : b; }
+static inline Lanes at_least(Lanes x, Lanes low) { return x > low ? x : low; }
+static inline Lanes at_most(Lanes x, Lanes high) { return x < high ? x : high; }
+static inline Lanes magnitude(Lanes x) { return (Lanes)((Bits)x & 0x7fffffff); }
+
+// Nearest integer, ties to even, of |x| < 2^22: adding 1.5 * 2^23 leaves no room for a fraction.
+static inline Lanes nearest(Lanes x) {
+  const Lanes big = all(12582912.0f);
+  return (x + big) - big;
+}
+
+static inline Lanes reciprocal(Lanes x) { return choose(x != all(0), 1.0f / x, all(0)); }
+
+// x^(-0.3) for x > 0, relative error below 1e-5: log2 and exp2 by minimax polynomials.
+static inline Lanes power_p_minus_1(Lanes x) {
+  Bits exponent = ((Bits)x >> 23) - 127;
+  Lanes m = (Lanes)(((Bits)x & 0x007fffff) | 0x3f800000);
+  const Bits upper = m > all(1.41421356f);
+  m = choose(upper, m * 0.5f, m);
+  exponent -= upper;  // true is -1
+  const Lanes f = m - 1.0f;
+  Lanes p = 0.172095269f * f - 0.269501507f;
+  p = p * f + 0.295639217f;
+  p = p * f - 0.359351128f;
+  p = p * f + 0.480628908f;
+  p = p * f - 0.721364021f;
+  p = p * f + 1.44269645f;
+  const Lanes y = -0.3f * (__builtin_convertvector(exponent, Lanes) + f * p);
+  const Lanes whole = nearest(y), r = y - whole;
+  Lanes e = 0.00967603736f * r + 0.0559220351f;
+  e = e * r + 0.240221068f;
+  e = e * r + 0.693121016f;
+  e = e * r + 1.0f;
+  return (Lanes)((Bits)e + (__builtin_convertvector(whole, Bits) << 23));
+}
+
+struct QuantizeLine {
+  Lanes scale, offset;
+};
+
+struct QuantizeGroup {
+  const Lanes *w;  // [columns], one row a lane
+  int columns, bits;
+  bool symmetric;
+
+  float top() const { return symmetric ? (float)((1 << (bits - 1)) - 1) : (float)((1 << bits) - 1); }
+  float bottom() const { return symmetric ? -(float)(1 << (bits - 1)) : 0.0f; }
+};
+
+static inline Lanes nearest_code(const QuantizeGroup &g, Lanes w, const QuantizeLine &line, Lanes inverse) {
+  return nearest(at_most(at_least((w - line.offset) * inverse, all(g.bottom())), all(g.top())));
+}
+
+static QuantizeLine fit_rtn(const QuantizeGroup &g) {
+  Lanes low = g.w[0], high = g.w[0];
+  for (int i = 1; i < g.columns; i++) {
+    low = at_most(low, g.w[i]);
+    high = at_least(high, g.w[i]);
+  }
+  if (g.symmetric) return {choose(-low >= high, -low, -high) * (1.0f / (float)(1 << (g.bits - 1))), all(0)};
+  return {(high - low) / g.top(), low};
+}
+
+// One pass: squared error of `line`, and the line that fits the codes it gives best.
+static inline QuantizeLine refit(const QuantizeGroup &g, const QuantizeLine &line, Lanes *error) {
+  const Lanes inverse = reciprocal(line.scale);
+  // Codes are counted from the middle, which keeps the sums small.
+  const float middle = g.symmetric ? 0.0f : 0.5f * g.top();
+  Lanes squares = all(0), q1 = all(0), q2 = all(0), qw = all(0), w1 = all(0);
+  for (int i = 0; i < g.columns; i++) {
+    const Lanes code = nearest_code(g, g.w[i], line, inverse);
+    const Lanes residual = (g.w[i] - line.offset) - code * line.scale;
+    squares += residual * residual;
+    const Lanes q = code - middle;
+    q1 += q;
+    q2 += q * q;
+    qw += q * g.w[i];
+    w1 += g.w[i];
+  }
+  *error = squares;
+  if (g.symmetric) return {choose(q2 > all(0), qw / at_least(q2, all(1e-30f)), line.scale), all(0)};
+  const float n = (float)g.columns;
+  const Lanes mean_q = q1 / n, mean_w = w1 / n;
+  const Lanes spread = q2 - q1 * mean_q, covariance = qw - q1 * mean_w;
+  // Of codes that are not all the same the spread is almost 1 or more.
+  const Lanes scale = choose(spread > all(0.5f), covariance / at_least(spread, all(0.5f)), line.scale);
+  return {scale, mean_w - scale * (mean_q + middle)};
+}
+
+constexpr int SEARCH_STEPS = 8;  // as STEPS of search.py
+
+static QuantizeLine fit_search(const QuantizeGroup &g, const QuantizeLine *start) {
+  static const float shrinks[9][4] = {{}, {}, {1, .85f, .7f, .55f}, {1, .85f, .7f}, {1, .85f}, {}, {}, {}, {1}};
+  const int starts = start ? 1 : g.bits == 2 ? 4 : g.bits == 3 ? 3 : g.bits == 4 ? 2 : 1;
+  const QuantizeLine range = start ? *start : fit_rtn(g);
+  QuantizeLine best = range;
+  Lanes least = all(__builtin_inff());
+  for (int s = 0; s < starts; s++) {
+    QuantizeLine line = range;
+    const float factor = start ? 1.0f : shrinks[g.bits][s];
+    line.scale = range.scale * factor;
+    if (!g.symmetric) {
+      const Lanes middle = range.offset + range.scale * (0.5f * g.top());
+      line.offset = middle - (middle - range.offset) * factor;
+    }
+    for (int step = 0; step <= SEARCH_STEPS; step++) {
+      Lanes error;
+      const QuantizeLine next = refit(g, line, &error);
+      const Bits better = error < least;
+      least = choose(better, error, least);
+      best.scale = choose(better, line.scale, best.scale);
+      best.offset = choose(better, line.offset, best.offset);
+      line = next;
+    }
+  }
+  return best;
+}
+
+constexpr int HQQ_ITERATIONS = 20;  // as in hqq.py, with p = 0.7
+constexpr float HQQ_BETA = 10.0f, HQQ_KAPPA = 1.01f;
+
+static QuantizeLine fit_hqq(const QuantizeGroup &g) {
+  const QuantizeLine range = fit_rtn(g);
+  if (g.symmetric) return range;
+  const float n = (float)g.columns;
+  Lanes sum = all(0), squares = all(0);
+  for (int i = 0; i < g.columns; i++) sum += g.w[i];
+  const Lanes mean = sum / n;
+  for (int i = 0; i < g.columns; i++) squares += (g.w[i] - mean) * (g.w[i] - mean);
+  Lanes sigma;
+  for (int lane = 0; lane < ROWS; lane++) sigma[lane] = __builtin_sqrtf(squares[lane] / n);
+  sigma = at_least(sigma, all(1e-30f));
+  const Lanes normal = 1.0f / sigma, s = at_least(range.scale / sigma, all(1e-30f)), inverse = 1.0f / s;
+  Lanes z = -(range.offset / sigma) / s, best = z, least = all(__builtin_inff());
+  float beta = HQQ_BETA;
+  for (int step = 0; step <= HQQ_ITERATIONS; step++, beta *= HQQ_KAPPA) {
+    Lanes loss = all(0), moved = all(0);
+    for (int i = 0; i < g.columns; i++) {
+      const Lanes w = g.w[i] * normal;
+      const Lanes code = nearest(at_most(at_least(w * inverse + z, all(0)), all(g.top())));
+      const Lanes error = w - (code - z) * s;
+      const Lanes size = at_least(magnitude(error), all(1e-12f));
+      const Lanes power = power_p_minus_1(size);
+      loss += size * power;
+      const Lanes shrunk = at_least(size - power * (1.0f / beta), all(0));
+      const Lanes m = (Lanes)((Bits)shrunk | ((Bits)error & (int32_t)0x80000000));
+      moved += code - (w - m) * inverse;
+    }
+    const Bits better = loss < least;
+    least = choose(better, loss, least);
+    best = choose(better, z, best);
+    z = moved / n;
+  }
+  return {range.scale, -best * range.scale};
+}
+
+// The grid as stored: fp16, rounded to nearest even.
+static inline float through_half(float x, uint16_t *stored) {
+  const _Float16 h = (_Float16)x;
+  memcpy(stored, &h, 2);
+  return (float)h;
+}
+
+// 16 x 32 codes, lanes of rows, to `bits` planes of 64 bytes (formats/bitpack.py).
+static void pack_block(const uint8_t (*step)[64], int bits, uint8_t *planes) {
+  for (int i = 0; i < 64; i++) {
+    if (bits == 8) {
+      for (int s = 0; s < 8; s++) planes[64 * s + i] = step[s][i];
+    } else if (bits == 4) {
+      for (int p = 0; p < 4; p++) planes[64 * p + i] = (uint8_t)(step[2 * p][i] | step[2 * p + 1][i] << 4);
+    } else if (bits == 2) {
+      for (int p = 0; p < 2; p++)
+        planes[64 * p + i] = (uint8_t)(step[4 * p][i] | step[4 * p + 1][i] << 2 | step[4 * p + 2][i] << 4 |
+                                       step[4 * p + 3][i] << 6);
+    } else {
+      const uint8_t six = step[6][i], seven = step[7][i];
+      planes[i] = (uint8_t)(step[0][i] | step[1][i] << 3 | six << 6);
+      planes[64 + i] = (uint8_t)(step[2][i] | step[3][i] << 3 | seven << 6);
+      planes[128 + i] = (uint8_t)(step[4][i] | step[5][i] << 3 | (six >> 2) << 6 | (seven >> 2) << 7);
+    }
+  }
+}
+
+// Codes of all columns on the stored grid; `stored` may be NULL, `dequantized` [rows, ld] too.
+static void round_tile(const QuantizeGroup &g, const QuantizeLine &grid, uint8_t *codes, float *dequantized, int64_t ld,
+                       int rows) {
+  const Lanes inverse = reciprocal(grid.scale);
+  const Lanes zero = g.symmetric ? grid.scale * g.bottom() : grid.offset;
+  const Lanes top = all((float)((1 << g.bits) - 1));
+  for (int i = 0; i < g.columns; i++) {
+    const Lanes q = nearest(at_most(at_least((g.w[i] - zero) * inverse, all(0)), top));
+    if (codes) {
+      const Bits whole = __builtin_convertvector(q, Bits);
+      uint8_t *at = codes + (i / 4) * 64 + i % 4;
+      for (int r = 0; r < ROWS; r++) at[4 * r] = (uint8_t)whole[r];
+    }
+    if (dequantized) {
+      const Lanes value = q * grid.scale + zero;
+      for (int r = 0; r < rows; r++) dequantized[r * ld + i] = value[r];
+    }
+  }
+}
+
+// w [rows, ld]: the tile's part of the matrix; rows past `rows` count as zero.
+static void quantize_tile(const QuantizeTile &t) {
+  Lanes *columns = (Lanes *)t.scratch;
+  for (int i = 0; i < t.group; i++) columns[i] = all(0);
+  for (int r = 0; r < t.rows; r++)
+    for (int i = 0; i < t.group; i++) ((float *)(columns + i))[r] = t.w[r * t.ld + i];
+  const QuantizeGroup g{columns, t.group, t.bits, t.symmetric};
+  QuantizeLine line{};
+  const bool given = t.start_scale != nullptr;
+  for (int r = 0; given && r < t.rows; r++) {
+    line.scale[r] = t.start_scale[r * t.line_ld];
+    line.offset[r] = t.symmetric ? 0.0f : t.start_offset[r * t.line_ld];
+  }
+  if (t.method == QUANTIZE_SEARCH) line = fit_search(g, given ? &line : nullptr);
+  else if (t.method == QUANTIZE_HQQ) line = fit_hqq(g);
+  else line = fit_rtn(g);
+  QuantizeLine grid = line;
+  uint16_t scales[ROWS] = {}, offsets[ROWS] = {};
+  for (int r = 0; r < ROWS; r++) {
+    if (r >= t.rows) break;
+    grid.scale[r] = through_half(line.scale[r], &scales[r]);
+    grid.offset[r] = through_half(line.offset[r], &offsets[r]);
+    t.scale[r * t.line_ld] = line.scale[r];
+    if (!t.symmetric) t.offset[r * t.line_ld] = line.offset[r];
+  }
+  uint8_t *codes = t.packed ? (uint8_t *)(columns + t.group) : nullptr;
+  round_tile(g, grid, codes, t.dequantized, t.ld, t.rows);
+  if (!t.packed) return;
+  for (int r = t.rows; r < ROWS; r++)  // padding rows are zero codes
+    for (int i = 0; i < t.group; i++) codes[(i / 4) * 64 + 4 * r + i % 4] = 0;
+  for (int b = 0; b < t.group / BLOCK; b++)
+    pack_block((const uint8_t(*)[64])(codes + b * 512), t.bits, t.packed + (int64_t)b * 64 * t.bits);
+  uint8_t *meta = t.packed + (int64_t)(t.group / BLOCK) * 64 * t.bits;
+  memcpy(meta, scales, sizeof scales);
+  if (!t.symmetric) memcpy(meta + sizeof scales, offsets, sizeof offsets);
+}
+
+#pragma GCC diagnostic pop

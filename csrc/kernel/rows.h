@@ -1,0 +1,80 @@
+// Few tokens: stream the tiles once, decode each step into a register, and use it for NT tokens.
+//
+// Per segment of 32 or 64 columns the dot products are integers, exact; then
+//     y += scale * (x_scale * sum(code * digit)) + offset * sum(x)
+// once per 16 rows. Lanes are rows, so there are no horizontal sums.
+
+constexpr int PREFETCH = 4096;  // bytes ahead in the same stream
+
+template <int D> static inline Isa::Floats combine(const Isa::Ints a[D]) {
+  if (D == 1) return Isa::to_float(a[0]);
+  // 2^8 * d2 + d1 fits int32 (64 columns, 8-bit codes); the last digit is added in fp32.
+  const Isa::Floats high = Isa::to_float(Isa::shl8_add(a[D - 1], a[D > 1 ? 1 : 0]));
+  return Isa::fma(high, Isa::set1(256.0f), Isa::to_float(a[0]));
+}
+
+template <int BITS, int D, int NT>
+static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int block, int first, float *out, int64_t ld) {
+  const int rows = x.rows(block), seg = x.seg, per_group = m.group / seg;
+  const int64_t token = (int64_t)rows, digit = token * seg;
+  const int8_t *q = x.q_block(block) + (int64_t)first * seg;
+  const float *scale = x.scale_block(block) + first, *sum = x.sum_block(block) + first;
+  const uint8_t *tile = m.packed + band * m.groups * m.tile_bytes;
+  Isa::Floats acc[NT];
+  for (int t = 0; t < NT; t++) acc[t] = Isa::set1(0);
+  for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
+    const Affine w = read_affine(m, tile + m.code_bytes, band, g);
+    const uint8_t *codes = tile;
+    for (int s = 0; s < per_group; s++, q += D * digit, scale += rows, sum += rows) {
+      Isa::Ints a[NT][D];
+      for (int t = 0; t < NT; t++)
+        for (int d = 0; d < D; d++) a[t][d] = Isa::zero();
+      for (int b = 0; b < seg; b += BLOCK, codes += BITS * 64) {
+        for (int i = 0; i < BITS; i++) __builtin_prefetch(codes + PREFETCH + 64 * i);
+        Isa::Bytes c[8];
+        decode<BITS>(codes, c);
+        UNROLL
+        for (int step = 0; step < 8; step++)
+          UNROLL
+          for (int t = 0; t < NT; t++)
+            UNROLL
+            for (int d = 0; d < D; d++)
+              a[t][d] = Isa::dot<BITS>(a[t][d], c[step], q + d * digit + t * seg + b + 4 * step);
+      }
+      for (int t = 0; t < NT; t++) {
+        const Isa::Floats dot = Isa::mul(combine<D>(a[t]), Isa::set1(scale[t]));
+        acc[t] = Isa::fma(w.offset, Isa::set1(sum[t]), Isa::fma(w.scale, dot, acc[t]));
+      }
+    }
+  }
+  for (int t = 0; t < NT; t++) Isa::store(out + t * ld, acc[t]);
+}
+
+template <int BITS, int D> static void band_few(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
+  for (int block = 0; block < x.blocks(); block++) {
+    float *o = out + (int64_t)block * TOKENS * ld;
+    const int n = x.rows(block);
+    int t = 0;
+    if constexpr (Isa::TOKENS_AT_ONCE >= 4)
+      for (; t + 4 <= n; t += 4) band_tokens<BITS, D, 4>(m, band, x, block, t, o + t * ld, ld);
+    if constexpr (Isa::TOKENS_AT_ONCE >= 2)
+      for (; t + 2 <= n; t += 2) band_tokens<BITS, D, 2>(m, band, x, block, t, o + t * ld, ld);
+    for (; t < n; t++) band_tokens<BITS, D, 1>(m, band, x, block, t, o + t * ld, ld);
+  }
+}
+
+template <int D> static void band_bits(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
+  switch (m.bits) {
+    case 2: return band_few<2, D>(m, band, x, out, ld);
+    case 3: return band_few<3, D>(m, band, x, out, ld);
+    case 4: return band_few<4, D>(m, band, x, out, ld);
+    default: return band_few<8, D>(m, band, x, out, ld);
+  }
+}
+
+static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *) {
+  for (int b = 0; b < bands; b++) {
+    if (x.digits == 1) band_bits<1>(m, band + b, x, out + b * ROWS, ld);
+    else band_bits<3>(m, band + b, x, out + b * ROWS, ld);
+  }
+}

@@ -1,0 +1,87 @@
+#include "matrix.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+namespace trilobite {
+namespace {
+
+thread_local char g_error[512];
+
+int64_t packed_bytes(const Matrix &m) { return m.bands * m.groups * m.tile_bytes; }
+int64_t scale_bytes(const Matrix &m) { return m.bands * m.supers * (m.symmetric ? 8 : 16); }
+int64_t factor_bytes(const Matrix &m, int64_t length) {
+  if (m.rank_bits == 16) return m.rank * length * 2;
+  return m.rank * ceil_div(length, LR_GROUP) * (LR_GROUP / 8 * m.rank_bits + 2);
+}
+
+bool part(const uint8_t *slab, int64_t slab_bytes, int64_t at, int64_t bytes, const char *name, const void **out) {
+  if (at < 0 || at > slab_bytes || bytes > slab_bytes - at)
+    return fail("experts: part '%s' of %lld bytes at %lld does not fit a slab of %lld bytes", name, (long long)bytes,
+                (long long)at, (long long)slab_bytes);
+  *out = slab + at;
+  return true;
+}
+
+}  // namespace
+
+bool fail(const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  vsnprintf(g_error, sizeof g_error, format, args);
+  va_end(args);
+  return false;
+}
+
+const char *last_error() { return g_error; }
+
+bool describe(const trilobite_matrix &w, Matrix *m) {
+  constexpr int64_t LIMIT = 1 << 30;  // keeps every product of sizes below within int64
+  if (w.n < 1 || w.k < 1 || w.n > LIMIT || w.k > LIMIT)
+    return fail("a matrix of [%lld, %lld] is out of range", (long long)w.n, (long long)w.k);
+  const int64_t group = w.group == 0 ? w.k : w.group;
+  if (w.bits != 2 && w.bits != 3 && w.bits != 4 && w.bits != 8)
+    return fail("%lld bits; supported are 2, 3, 4 and 8", (long long)w.bits);
+  if (group < BLOCK || group % BLOCK || w.k % group)
+    return fail("K=%lld does not divide into groups of %lld columns; a group must divide K and be a multiple of %d",
+                (long long)w.k, (long long)group, BLOCK);
+  if (w.rank < 0 || w.rank > LIMIT || (w.rank > 0 && w.rank_bits != 3 && w.rank_bits != 8 && w.rank_bits != 16))
+    return fail("a compensator of rank %lld in %lld bits; supported are 3, 8 and 16 bits", (long long)w.rank,
+                (long long)w.rank_bits);
+  *m = Matrix{};
+  m->packed = (const uint8_t *)w.packed, m->super = (const uint8_t *)w.scale;
+  m->lra = (const uint8_t *)w.lra, m->lrb = (const uint8_t *)w.lrb;
+  m->n = w.n, m->k = w.k, m->rank = w.rank, m->rank_bits = w.rank > 0 ? (int)w.rank_bits : 0;
+  m->bits = (int)w.bits, m->group = (int)group, m->symmetric = w.symmetric != 0, m->double_quant = w.double_quant != 0;
+  m->bands = ceil_div(w.n, ROWS), m->groups = w.k / group;
+  m->code_bytes = group * m->bits * ROWS / 8;
+  m->tile_bytes = m->code_bytes + ROWS * (m->symmetric ? 1 : 2) * (m->double_quant ? 1 : 2);
+  m->supers = m->double_quant ? ceil_div(m->groups, m->bits >= 4 ? 16 : 8) : 0;
+  return true;
+}
+
+bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t row[10], int64_t n, int64_t k, Matrix *m,
+                bool *present) {
+  *present = row[0] >= 0;
+  if (!*present) return true;
+  trilobite_matrix w{};
+  w.n = n, w.k = k, w.rank = row[4], w.rank_bits = row[5], w.bits = row[6], w.group = row[7];
+  w.symmetric = row[8], w.double_quant = row[9];
+  if (!describe(w, m)) return false;
+  const void *p = nullptr;
+  if (!part(slab, slab_bytes, row[0], packed_bytes(*m), "packed", &p)) return false;
+  m->packed = (const uint8_t *)p;
+  if (m->double_quant) {
+    if (!part(slab, slab_bytes, row[1], scale_bytes(*m), "scale", &p)) return false;
+    m->super = (const uint8_t *)p;
+  }
+  if (m->rank > 0) {
+    if (!part(slab, slab_bytes, row[2], factor_bytes(*m, n), "lra", &p)) return false;
+    m->lra = (const uint8_t *)p;
+    if (!part(slab, slab_bytes, row[3], factor_bytes(*m, k), "lrb", &p)) return false;
+    m->lrb = (const uint8_t *)p;
+  }
+  return true;
+}
+
+}  // namespace trilobite

@@ -1,0 +1,23 @@
+// From what the caller says about a packed matrix to a checked Matrix.
+#ifndef TRILOBITE_MATRIX_H
+#define TRILOBITE_MATRIX_H
+#include "common.h"
+
+namespace trilobite {
+
+// Leaves a line for trilobite_error() and returns false, so that checks read `return fail(...)`.
+bool fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+const char *last_error();
+
+// Fill the derived fields. False (with a message) when the numbers describe no format.
+bool describe(const trilobite_matrix &w, Matrix *m);
+
+// Row [10] of an expert table -> Matrix [n, k]; `present` is false where the row says "no matrix".
+bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t row[10], int64_t n, int64_t k, Matrix *m,
+                bool *present);
+
+// Columns of a segment that suits groups of `group` columns: 64, or 32.
+inline int segment(int64_t group) { return group % 64 == 0 ? 64 : 32; }
+
+}  // namespace trilobite
+#endif

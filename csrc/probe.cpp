@@ -1,0 +1,43 @@
+// What the machine could do: the limits that benchmarks print beside their figures.
+#include <string.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "engine.h"
+#include "dispatch.h"
+#include "pool.h"
+
+namespace trilobite {
+namespace {
+
+std::atomic<uint64_t> g_sink{0};
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+double read_seconds(const void *data, int64_t bytes, int threads) {
+  constexpr int64_t CHUNK = 1 << 17;
+  const auto *p = (const uint8_t *)data;
+  const auto start = std::chrono::steady_clock::now();
+  run_team(threads, [&](Team &team, int thread) {
+    uint64_t sum = 0;
+    team.share(thread, 0, bytes / CHUNK, [&](int64_t i) { sum ^= tier().read(p + i * CHUNK, CHUNK); });
+    g_sink.fetch_xor(sum);
+  });
+  return seconds_since(start);
+}
+
+double peak_macs(int threads) {
+  std::atomic<int64_t> macs{0};
+  const auto start = std::chrono::steady_clock::now();
+  run_team(threads, [&](Team &team, int thread) {
+    team.share(thread, 0, 64, [&](int64_t) { macs.fetch_add(tier().spin(1000000)); });
+  });
+  return (double)macs.load() / seconds_since(start);
+}
+
+}  // namespace trilobite

@@ -1,0 +1,23 @@
+// One tile to quantize; the struct that csrc/quantize.cpp fills and kernel/quantize.h works on.
+#ifndef TRILOBITE_QUANTIZE_H
+#define TRILOBITE_QUANTIZE_H
+#include <stdint.h>
+
+namespace trilobite {
+
+enum { QUANTIZE_RTN = 0, QUANTIZE_SEARCH = 1, QUANTIZE_HQQ = 2 };
+
+struct QuantizeTile {
+  const float *w;                            // [rows, ld], the first column of the group
+  const float *start_scale, *start_offset;   // [rows] at stride line_ld, or NULL
+  float *scale, *offset;                     // [rows] at stride line_ld: the line found, before fp16
+  float *dequantized;                        // [rows, ld] or NULL
+  uint8_t *packed;                           // the tile, or NULL
+  void *scratch;                             // (64 + 16) * group bytes, 64-byte aligned
+  int64_t ld, line_ld;
+  int rows, group, bits, method;
+  bool symmetric;
+};
+
+}  // namespace trilobite
+#endif

@@ -1,0 +1,26 @@
+// AVX2, FMA, F16C and BMI2.
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#include "common.h"
+#include "quantize.h"
+
+namespace trilobite {
+namespace {  // every tier has its own copy, compiled with its own flags
+#include "kernel/convert.h"
+#include "kernel/isa_avx2.h"
+#include "kernel/decode.h"
+#include "kernel/digits.h"
+#include "kernel/rows.h"
+constexpr auto rows_tier = rows_few;
+#include "kernel/low_rank.h"
+#include "kernel/activation.h"
+#include "kernel/probe.h"
+#include "kernel/quantize.h"
+}  // namespace
+
+extern const Tier tier_avx2;
+const Tier tier_avx2 = {"avx2", 0, quantize_block, quantize_columns, rows_few, low_rank_v, low_rank_u, activate,
+                        store_floats, read_bytes, spin_dots, quantize_tile};
+}  // namespace trilobite

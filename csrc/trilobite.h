@@ -1,0 +1,78 @@
+// The C interface of the CPU engine: pointers, sizes and integer codes. Loaded by trilobite/kernels/cpu.py with ctypes.
+//
+// Functions that can fail return 0, or -1 after leaving a line for trilobite_error(). They check what could make them
+// read or write out of bounds (the table of experts, shapes that do not fit); that pointers are what they claim to be
+// is the caller's promise.
+#ifndef TRILOBITE_H
+#define TRILOBITE_H
+#include <stdint.h>
+
+#define TRILOBITE_API extern "C" __attribute__((visibility("default")))
+
+// Element types of activations, routing weights, biases and results.
+enum trilobite_dtype { TRILOBITE_F32 = 0, TRILOBITE_F16 = 1, TRILOBITE_BF16 = 2 };
+
+// How activations enter the integer dot products: 3 digits of 8 bits (exact to 2^-22 of a segment's largest), or 1.
+enum trilobite_digits { TRILOBITE_EXACT = 3, TRILOBITE_INT8 = 1 };
+
+enum trilobite_activation {
+  TRILOBITE_SILU = 0, TRILOBITE_GELU = 1, TRILOBITE_GELU_TANH = 2, TRILOBITE_RELU = 3, TRILOBITE_SIGMOID = 4,
+  TRILOBITE_QUICK_GELU = 5, TRILOBITE_RELU2 = 6, TRILOBITE_TANH = 7, TRILOBITE_IDENTITY = 8, TRILOBITE_GPT_OSS = 9
+};
+
+// One packed matrix. Parts that are absent are NULL.
+typedef struct {
+  const void *packed, *scale, *lra, *lrb;
+  int64_t n, k, rank, rank_bits, bits, group, symmetric, double_quant;
+} trilobite_matrix;
+
+// y [tokens, n] = x [tokens, k] W^T + bias; x and y contiguous, of `dtype`; bias may be NULL.
+TRILOBITE_API int trilobite_linear(const void *x, int64_t dtype, int64_t tokens, const trilobite_matrix *w,
+                                   const void *bias, int64_t bias_dtype, void *y, int64_t digits, int64_t threads);
+
+typedef struct {
+  const void *x;             // [tokens, hidden] of dtype
+  const void *index;         // [tokens, active] int64, or int32 when index_bytes is 4
+  const void *weights;       // [tokens, active] of weights_dtype
+  const uint8_t *slab;       // [slab_bytes]
+  const int64_t *table;      // [experts, 3, 10]
+  const void *gate_up_bias;  // [experts, 2 * intermediate] of bias_dtype, or NULL
+  const void *down_bias;     // [experts, hidden] of bias_dtype, or NULL
+  void *y;                   // [tokens, hidden] of dtype
+  int64_t dtype, weights_dtype, bias_dtype, index_bytes;
+  int64_t tokens, active, experts, hidden, intermediate, slab_bytes, activation, digits, threads;
+} trilobite_experts_args;
+
+TRILOBITE_API int trilobite_experts(const trilobite_experts_args *args);
+
+// The last error of the calling thread, one line.
+TRILOBITE_API const char *trilobite_error(void);
+
+// Name of the tier in use ("scalar", "avx2", "avx512", "avx512_vnni", "amx"); TRILOBITE_ISA caps it.
+TRILOBITE_API const char *trilobite_tier(void);
+
+// Choose the best tier not above `name` that this machine has; NULL = no cap. Returns -1 for an unknown name.
+TRILOBITE_API int trilobite_set_tier(const char *name);
+
+// Threads that one call may use: affinity and cgroup quota, or TRILOBITE_THREADS.
+TRILOBITE_API int64_t trilobite_max_threads(void);
+
+// Seconds to read `bytes` bytes once with `threads` threads.
+TRILOBITE_API double trilobite_read_seconds(const void *data, int64_t bytes, int64_t threads);
+
+// Multiply-accumulates per second of the tier's integer dot product, `threads` threads together.
+TRILOBITE_API double trilobite_peak_macs(int64_t threads);
+
+// Quantize w [rows, k] fp32 in groups. method: 0 rtn, 1 search, 2 hqq. All contiguous.
+typedef struct {
+  const float *w;
+  const float *start_scale, *start_offset;  // [rows, k / group]: lines for search to improve on, or NULL
+  float *scale, *offset;                    // [rows, k / group]: the lines found; offset NULL when symmetric
+  float *dequantized;                       // [rows, k] or NULL
+  uint8_t *packed;                          // tiles [ceil(rows / 16), k / group, ..] or NULL
+  int64_t rows, k, group, bits, symmetric, method, threads;
+} trilobite_quantize_args;
+
+TRILOBITE_API int trilobite_quantize(const trilobite_quantize_args *args);
+
+#endif

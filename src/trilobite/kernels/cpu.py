@@ -1,0 +1,315 @@
+"""The CPU engine: checks tensors, then hands their addresses to the native library (csrc/).
+
+Everything that could make native code read or write out of bounds is checked before an address leaves: element types,
+shapes, devices and contiguity here, the offsets of an expert table in the library, for the experts that a call uses.
+
+Activations enter the dot products as integers. *exact* (the default) cuts every segment of 32 or 64 columns into three
+8-bit digits: what is lost is below 2**-22 of the segment's largest value, nothing at all for bfloat16 values down to
+2**-14 of it. *int8* keeps one digit; it is chosen explicitly, by `set_activations` or `activations`.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import ArchitectureError, ShapeError
+from trilobite.formats.affine import packed_shape, scale_shape, tile_bytes
+from trilobite.formats.bitpack import BITS, BLOCK
+from trilobite.formats.weight import LR_GROUP, factor_shape
+from trilobite.kernels import native
+from trilobite.kernels.expert_table import Column
+from trilobite.recipe import COMPENSATORS, Format
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ACTIVATIONS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu": 1,
+    "gelu_new": 2,
+    "gelu_pytorch_tanh": 2,
+    "gelu_fast": 2,
+    "relu": 3,
+    "sigmoid": 4,
+    "quick_gelu": 5,
+    "relu2": 6,
+    "tanh": 7,
+    "linear": 8,
+    "gpt_oss": 9,
+}
+"""Gate activations of the library; others run in the reference."""
+DIGITS = {"exact": 3, "int8": 1}
+
+_lib, _reason = native.load()
+_digits = DIGITS["exact"]
+
+
+def available() -> bool:
+    """Whether the native library is loaded."""
+    return _lib is not None
+
+
+def library() -> ctypes.CDLL:
+    """The native library; raises ImportError with the reason when there is none."""
+    if _lib is None:
+        raise ImportError(f"the CPU engine is not available: {_reason}")
+    return _lib
+
+
+def info() -> dict[str, Any]:
+    """What `trilobite doctor` prints: available, tier, threads, activations, reason."""
+    return {
+        "available": available(),
+        "tier": _lib.trilobite_tier().decode() if _lib else "reference",
+        "threads": _threads() if _lib else torch.get_num_threads(),
+        "activations": activation_mode(),
+        "reason": _reason,
+    }
+
+
+def set_activations(mode: str) -> None:
+    """Choose how activations enter the products, for the whole process: "exact" or "int8"."""
+    global _digits
+    if mode not in DIGITS:
+        raise ValueError(f"activations {mode!r}: expected one of {', '.join(DIGITS)}")
+    _digits = DIGITS[mode]
+
+
+def activation_mode() -> str:
+    """The mode in force: "exact" or "int8"."""
+    return next(name for name, digits in DIGITS.items() if digits == _digits)
+
+
+@contextmanager
+def activations(mode: str) -> Iterator[None]:
+    """`set_activations` for the length of a with block."""
+    before = activation_mode()
+    set_activations(mode)
+    try:
+        yield
+    finally:
+        set_activations(before)
+
+
+def set_tier(name: str | None) -> str:
+    """Cap the instruction set (for tests; users set TRILOBITE_ISA); returns the tier that is now in use."""
+    if library().trilobite_set_tier(None if name is None else name.encode()):
+        raise ValueError(f"tier {name!r}: expected scalar, avx2, avx512, avx512_vnni or amx")
+    return str(library().trilobite_tier().decode())
+
+
+def measure_read_bandwidth(data: Tensor | None = None, repeats: int = 5, threads: int | None = None) -> float:
+    """Median GB/s at which the pool reads `data` (default: 512 MiB of fresh memory) once."""
+    data = torch.ones(512 << 20, dtype=torch.uint8) if data is None else data
+    threads = threads or _threads()
+    seconds = sorted(library().trilobite_read_seconds(data.data_ptr(), data.nbytes, threads) for _ in range(repeats))
+    return float(data.nbytes / seconds[len(seconds) // 2] / 1e9)
+
+
+def measure_peak(threads: int | None = None) -> float:
+    """GMAC/s of the tier's integer dot product."""
+    return float(library().trilobite_peak_macs(threads or _threads()) / 1e9)
+
+
+def _threads() -> int:
+    return min(torch.get_num_threads(), int(library().trilobite_max_threads()))
+
+
+_max_threads = int(_lib.trilobite_max_threads()) if _lib else 1
+
+
+def _raise() -> None:
+    raise ShapeError(library().trilobite_error().decode())
+
+
+def _dtype(t: Tensor, name: str) -> int:
+    code = DTYPES.get(t.dtype)
+    if code is None:
+        raise ShapeError(f"{name} is {t.dtype}; the operators take float32, float16 and bfloat16")
+    return code
+
+
+def _dense(t: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """`t` on the CPU and contiguous."""
+    if not t.is_cpu:
+        raise ShapeError(f"{name} is on {t.device}, the other tensors are on the CPU; move all to one device")
+    if dtype is not None and t.dtype != dtype:
+        raise ShapeError(f"{name} is {t.dtype}, expected {dtype}")
+    return t if t.is_contiguous() else t.contiguous()
+
+
+@lru_cache(maxsize=1024)
+def _format(packed: tuple[int, ...], rows: int, k: int, scale: tuple[int, ...] | None) -> tuple[int, int, int, int]:
+    """Shapes of the stored tensors -> (bits, group, symmetric, double quant). Raises ShapeError."""
+    if len(packed) != 3 or packed[1] == 0 or k % packed[1] or rows < 1:
+        raise ShapeError(f"linear: packed tensor of shape {list(packed)} does not belong to a [{rows}, {k}] matrix")
+    group, double = k // packed[1], scale is not None
+    formats = (Format(bits=b, group=group, symmetric=s, double_quant=double) for b in BITS for s in (False, True))
+    fmt = next((f for f in formats if group % BLOCK == 0 and tile_bytes(f, k) == packed[2]), None)
+    if fmt is None:
+        raise ShapeError(f"linear: tiles of {packed[2]} bytes for groups of {group} columns belong to no known format")
+    expected = packed_shape(fmt, rows, k)
+    if packed != expected:
+        raise ShapeError(f"linear: packed codes are {list(packed)}, a [{rows}, {k}] matrix needs {list(expected)}")
+    if scale is not None and scale != scale_shape(fmt, rows, k):
+        raise ShapeError(f"linear: second-level scales are {list(scale)}, not {scale_shape(fmt, rows, k)}")
+    return fmt.bits, group, int(fmt.symmetric), int(double)
+
+
+@lru_cache(maxsize=1024)
+def _rank_bits(lra: tuple[int, ...], lrb: tuple[int, ...], half: bool, n: int, k: int) -> int:
+    """Shapes of the compensator factors -> bits. Raises ShapeError."""
+    kinds = ("fp16",) if half else ("int3", "int8")
+    for kind in kinds:
+        if lra == factor_shape(kind, lra[0], n) and lrb == factor_shape(kind, lra[0], k):
+            return COMPENSATORS[kind]
+    raise ShapeError(
+        f"linear: compensator factors {list(lra)} and {list(lrb)} do not fit a [{n}, {k}] matrix "
+        f"(groups of {LR_GROUP} values of int3 or int8, or fp16)"
+    )
+
+
+def _factors(lra: Tensor | None, lrb: Tensor | None, n: int, k: int) -> tuple[Tensor | None, Tensor | None, int]:
+    if lra is None or lrb is None:
+        if lra is not lrb:
+            raise ShapeError("linear: one compensator factor is missing; both or none belong to a matrix")
+        return None, None, 0
+    half = lra.dtype == torch.float16
+    dtype = torch.float16 if half else torch.uint8
+    lra, lrb = _dense(lra, "lra", dtype), _dense(lrb, "lrb", dtype)
+    return lra, lrb, _rank_bits(tuple(lra.shape), tuple(lrb.shape), half, n, k)
+
+
+def linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor | None,
+    lra: Tensor | None,
+    lrb: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+) -> Tensor:
+    """`torch.ops.trilobite.linear` on the CPU. x: [..., K]    returns: [..., rows] in x.dtype."""
+    dtype, k = _dtype(x, "linear: x"), x.shape[-1]
+    x, packed = _dense(x, "linear: x"), _dense(packed, "linear: packed", torch.uint8)
+    shape = None
+    if scale is not None:
+        scale = _dense(scale, "linear: scale", torch.uint8)
+        shape = tuple(scale.shape)
+    bits, group, symmetric, double = _format(tuple(packed.shape), rows, k, shape)
+    lra, lrb, rank_bits = _factors(lra, lrb, rows, k)
+    bias_dtype = 0
+    if bias is not None:
+        bias, bias_dtype = _dense(bias, "linear: bias"), _dtype(bias, "linear: bias")
+        if bias.shape != (rows,):
+            raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{rows}]")
+    y = x.new_empty((*x.shape[:-1], rows))
+    w = native.Matrix(
+        packed.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        None if lra is None else lra.data_ptr(),
+        None if lrb is None else lrb.data_ptr(),
+        rows,
+        k,
+        0 if lra is None else lra.shape[0],
+        rank_bits,
+        bits,
+        group,
+        symmetric,
+        double,
+    )
+    assert _lib is not None
+    if _lib.trilobite_linear(
+        x.data_ptr(),
+        dtype,
+        x.numel() // k,
+        ctypes.addressof(w),
+        None if bias is None else bias.data_ptr(),
+        bias_dtype,
+        y.data_ptr(),
+        _digits,
+        min(torch.get_num_threads(), _max_threads),
+    ):
+        _raise()
+    return y
+
+
+def _check_routing(x: Tensor, index: Tensor, weights: Tensor, table: Tensor) -> None:
+    if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+        raise ShapeError(
+            f"experts: x is {list(x.shape)}, top_k_index {list(index.shape)}, top_k_weights "
+            f"{list(weights.shape)}; expected [T, H], [T, A], [T, A]"
+        )
+    if index.dtype not in (torch.int64, torch.int32):
+        raise ShapeError(f"experts: top_k_index is {index.dtype}, expected int64 or int32")
+    if table.dim() != 3 or table.shape[1:] != (3, len(Column)) or table.dtype != torch.int64:
+        raise ShapeError(f"experts: table is {list(table.shape)} {table.dtype}, expected [E, 3, {len(Column)}] int64")
+
+
+def _bias(bias: Tensor | None, shape: tuple[int, int], name: str) -> Tensor | None:
+    if bias is None:
+        return None
+    if bias.shape != shape:
+        raise ShapeError(f"experts: {name} is {list(bias.shape)}, expected {list(shape)}")
+    return _dense(bias, f"experts: {name}")
+
+
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    slab: Tensor,
+    table: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    intermediate: int,
+    activation: str,
+) -> Tensor:
+    """`torch.ops.trilobite.experts` on the CPU; arguments as in `reference.experts`. returns: [T, H] in x.dtype."""
+    _check_routing(x, top_k_index, top_k_weights, table)
+    if activation not in ACTIVATIONS:
+        raise ArchitectureError(f"activation {activation!r} is not one of the CPU engine: {', '.join(ACTIVATIONS)}")
+    (tokens, hidden), active, count = x.shape, top_k_index.shape[1], table.shape[0]
+    x, index = _dense(x, "experts: x"), _dense(top_k_index, "experts: top_k_index")
+    weights = _dense(top_k_weights, "experts: top_k_weights")
+    slab, table = _dense(slab, "experts: slab", torch.uint8), _dense(table, "experts: table")
+    gate_up_bias = _bias(gate_up_bias, (count, 2 * intermediate), "gate_up_bias")
+    down_bias = _bias(down_bias, (count, hidden), "down_bias")
+    if gate_up_bias is not None and down_bias is not None and gate_up_bias.dtype != down_bias.dtype:
+        gate_up_bias, down_bias = gate_up_bias.float(), down_bias.float()
+    some_bias = gate_up_bias if gate_up_bias is not None else down_bias
+    dtype, weights_dtype = _dtype(x, "experts: x"), _dtype(weights, "experts: top_k_weights")
+    if tokens == 0 or active == 0:
+        return torch.zeros_like(x)
+    y = torch.empty_like(x)
+    args = native.ExpertsArgs(
+        x.data_ptr(),
+        index.data_ptr(),
+        weights.data_ptr(),
+        slab.data_ptr(),
+        table.data_ptr(),
+        None if gate_up_bias is None else gate_up_bias.data_ptr(),
+        None if down_bias is None else down_bias.data_ptr(),
+        y.data_ptr(),
+        dtype,
+        weights_dtype,
+        0 if some_bias is None else _dtype(some_bias, "experts: bias"),
+        index.element_size(),
+        tokens,
+        active,
+        count,
+        hidden,
+        intermediate,
+        slab.numel(),
+        ACTIVATIONS[activation],
+        _digits,
+        min(torch.get_num_threads(), _max_threads),
+    )
+    assert _lib is not None
+    if _lib.trilobite_experts(ctypes.addressof(args)):
+        _raise()
+    return y
