@@ -1,8 +1,8 @@
 """Tiny random checkpoints of every architecture that the tests cover: `build_checkpoint("mixtral", path)`.
 
-All are hidden 64, experts of 96 (a multiple of 32, and not of the hidden size, so that no orientation is ambiguous),
-four experts, two or three layers, 256 tokens. The weights are seeded and saved by `save_pretrained`, so the names on
-disk are those of real checkpoints.
+All are hidden 64, experts of 96 (a multiple of 32, and not the hidden size, so that a transposition
+shows), four experts, two or three layers, 256 tokens. The weights are seeded and saved by
+`save_pretrained`, so the names on disk are those of real checkpoints.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from trilobite.models.deepseek import register
 
@@ -77,7 +83,10 @@ TINY_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm4_moe": _config("glm4_moe", **DEEPSEEK, n_group=1, topk_group=1),
     "phimoe": _config("phimoe", num_local_experts=EXPERTS),
     "gpt_oss": _config(
-        "gpt_oss", num_local_experts=EXPERTS, layer_types=["sliding_attention", "full_attention"], sliding_window=16
+        "gpt_oss",
+        num_local_experts=EXPERTS,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=16,
     ),
     "granitemoe": _config("granitemoe", num_local_experts=EXPERTS),
     "minimax_m2": _config("minimax_m2", num_local_experts=EXPERTS, rotary_dim=16),
@@ -92,7 +101,6 @@ TINY_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         mamba_d_state=8,
         mamba_expand=2,
         mamba_dt_rank=32,
-        use_mamba_kernels=False,
     ),
     "deepseek": _config("deepseek", **DEEPSEEK),
     "llama": _config("llama"),
@@ -139,15 +147,16 @@ def build_model(model_type: str, *, dtype: torch.dtype = torch.float32, seed: in
     """A tiny random model in eval mode, the same for the same seed. Every parameter is random, biases too."""
     config = TINY_CONFIGS[model_type]()
     auto = AutoModelForSeq2SeqLM if model_type in SEQ2SEQ else AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(config).eval()
+    # As from_pretrained does it. Not model.to(): that would round the rotary frequencies too.
+    model: PreTrainedModel = auto.from_config(config, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Norm weights stay near one; all else gets values that differ everywhere, so that a swap of two tensors or
-            # a transposition cannot go unnoticed.
+            # Norm weights stay near one; all else gets values that differ everywhere, so that a swap of two
+            # tensors or a transposition cannot go unnoticed.
             noise = torch.randn(parameter.shape, generator=generator) * 0.05
             parameter.copy_(noise + 1 if _is_norm(parameter) else noise)
-    return model.to(dtype)
+    return model
 
 
 def build_checkpoint(
@@ -158,7 +167,7 @@ def build_checkpoint(
     seed: int = 0,
     shard_size: str = "5GB",
 ) -> PreTrainedModel:
-    """Save a tiny random checkpoint of `model_type` in the folder `path`; returns the model that it was made from."""
+    """Save a tiny random checkpoint in the folder `path`; returns the model that it was made from."""
     model = build_model(model_type, dtype=dtype, seed=seed)
     model.save_pretrained(path, max_shard_size=shard_size)
     return model

@@ -103,10 +103,10 @@ def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
     """
     n, groups = scale.shape
     bands = -(-n // ROWS)
-    top = max(_absmax(scale), 0.0 if offset is None else _absmax(offset))
-    if not top <= FP16_MAX:
-        raise WeightError(f"scales reach {top:.3g}, fp16 ends at {FP16_MAX:.0f}: the weights are out of range")
     parts = [scale] if offset is None else [scale, offset]
+    for part in parts:
+        if not (top := _absmax(part)) <= FP16_MAX:
+            raise WeightError(f"scales reach {top:.3g}, fp16 ends at {FP16_MAX:.0f}: the weights are out of range")
     if fmt.double_quant:
         stored, supers, values = [], [], []
         for part in parts:
@@ -122,6 +122,13 @@ def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
         values = [_rows(h.float(), n) for h in halves]
     zero = values[1] if offset is not None else values[0] * -(2.0 ** (fmt.bits - 1))
     return Grid(scale=values[0], offset=zero, stored=meta.contiguous(), super=second)
+
+
+def check_range(scale: Tensor, offset: Tensor | None) -> None:
+    """Raise WeightError when a scale or an offset does not fit fp16."""
+    top = max(_absmax(scale), 0.0 if offset is None else _absmax(offset))
+    if not top <= FP16_MAX:
+        raise WeightError(f"scales reach {top:.3g}, fp16 ends at {FP16_MAX:.0f}: the weights are out of range")
 
 
 def _absmax(t: Tensor) -> float:

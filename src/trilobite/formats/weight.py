@@ -71,18 +71,21 @@ def check(w: PackedWeight, name: str = "weight") -> None:
     expected = affine.packed_shape(fmt, n, k)
     if tuple(w.packed.shape) != expected:
         raise ShapeError(f"{name}: packed codes are {list(w.packed.shape)}, a [{n}, {k}] matrix needs {list(expected)}")
-    if w.scale is not None and tuple(w.scale.shape) != affine.scale_shape(fmt, n, k):
-        raise ShapeError(f"{name}: second-level scales are {list(w.scale.shape)}, not {affine.scale_shape(fmt, n, k)}")
+    if w.scale is not None and (w.scale.dtype, tuple(w.scale.shape)) != (torch.uint8, affine.scale_shape(fmt, n, k)):
+        raise ShapeError(
+            f"{name}: second-level scales are {w.scale.dtype} {list(w.scale.shape)}, a [{n}, {k}] matrix needs "
+            f"torch.uint8 {affine.scale_shape(fmt, n, k)}"
+        )
     if (w.lra is None) != (w.lrb is None):
         raise ShapeError(f"{name}: one compensator factor is missing; both or none belong to a matrix")
     if w.lra is None or w.lrb is None:
         return
     kind = compensator_of(w.lra)
     for part, factor, length in (("lra", w.lra, n), ("lrb", w.lrb, k)):
-        if tuple(factor.shape) != factor_shape(kind, w.rank, length):
+        if factor.dtype != w.lra.dtype or tuple(factor.shape) != factor_shape(kind, w.rank, length):
             raise ShapeError(
-                f"{name}: compensator factor {part} is {list(factor.shape)}, rank {w.rank} of length {length} "
-                f"needs {list(factor_shape(kind, w.rank, length))}"
+                f"{name}: compensator factor {part} is {factor.dtype} {list(factor.shape)}, rank {w.rank} of length "
+                f"{length} needs {w.lra.dtype} {list(factor_shape(kind, w.rank, length))}"
             )
 
 

@@ -21,7 +21,7 @@ from trilobite.checkpoint.roles import identify, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import DestinationError, RecipeError, WeightError
 from trilobite.formats.weight import PackedWeight
-from trilobite.quantize.matrix import check_finite, quantize, relative_error
+from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
 from trilobite.recipe import Recipe
@@ -244,7 +244,6 @@ def _process(source: Source, line: PlanLine, recipe: Recipe, device: torch.devic
         return [stored], {}
     w = w.to(device)
     packed, record = _named(line, lambda: quantize_line(w, line, recipe))
-    record["error"] = float(f"{relative_error(w, packed):.6g}")
     return [t.cpu() for t in packed.tensors().values()], record
 
 
@@ -255,7 +254,8 @@ def quantize_line(w: Tensor, line: PlanLine, recipe: Recipe) -> tuple[PackedWeig
     """
     assert line.format is not None
     if not line.rank:
-        return quantize(w, line.format, line.method), {}
+        packed, error = quantize_measured(w, line.format, line.method)
+        return packed, {"error": float(f"{error:.6g}")}
     compensation = Compensation(
         rank=line.rank,
         compensator=recipe.compensator,
@@ -263,7 +263,7 @@ def quantize_line(w: Tensor, line: PlanLine, recipe: Recipe) -> tuple[PackedWeig
         seed=int.from_bytes(hashlib.sha256(line.matrix.name.encode()).digest()[:4], "little"),
     )
     result = milo(w, line.format, line.method, compensation)
-    return result.weight, {"iterations": len(result.errors)}
+    return result.weight, {"iterations": len(result.errors), "error": float(f"{result.error:.6g}")}
 
 
 def _named(line: PlanLine, call: Callable[[], Any]) -> Any:

@@ -28,9 +28,10 @@ def hqq(groups: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     if offset is None:
         return scale, None
     sigma = groups.std(-1, unbiased=False).clamp_min(1e-30)
-    w = groups / sigma[:, None]
+    # Measured from the lowest weight, where z is 0: far from zero, z would be large and rounding would eat the codes.
+    w = (groups - offset[:, None]) / sigma[:, None]
     s = (scale / sigma).clamp_min(1e-30)[:, None]
-    z = -(offset / sigma)[:, None] / s
+    z = torch.zeros_like(s)
     top, beta = 2**fmt.bits - 1, BETA
     best_loss, best_z = torch.full_like(sigma, torch.inf), z
     for step in range(ITERATIONS + 1):
@@ -47,4 +48,4 @@ def hqq(groups: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
         m = error.sign() * (size - power / beta).clamp_min_(0)
         z = (codes - (w - m) / s).mean(-1, keepdim=True)
         beta *= KAPPA
-    return scale, -best_z[:, 0] * scale
+    return scale, offset - best_z[:, 0] * scale

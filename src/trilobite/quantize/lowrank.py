@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-EXACT = 1024
+EXACT = 512
 """Matrices whose smaller side is at most this are decomposed exactly, through the Gram matrix in float64."""
 OVERSAMPLE = 16
 POWER_ITERATIONS = 3

@@ -1,6 +1,7 @@
-"""Quantize one matrix with one method: the bands loop that every method shares, and the methods by name."""
+"""Quantize one matrix with one method: the loop over bands of rows that every method shares."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,7 +9,8 @@ from torch import Tensor
 from trilobite.errors import WeightError
 from trilobite.formats import affine
 from trilobite.formats.bitpack import ROWS
-from trilobite.formats.weight import PackedWeight, decode_factor
+from trilobite.formats.weight import PackedWeight, dequantize
+from trilobite.kernels import cpu_quantize
 from trilobite.quantize.hqq import hqq
 from trilobite.quantize.rtn import rtn
 from trilobite.quantize.search import search
@@ -20,6 +22,20 @@ BAND = 1 << 18
 """Weights that are quantized at a time: the working set stays in the cache and out of the memory bound."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """A quantized band of rows.
+
+    line: scale and offset as found, [N, K/G] fp32    values: [N, K] fp32, what the stored grid gives
+    tiles, super: as stored (formats/affine.py), or None when they were not asked for
+    """
+
+    line: Line
+    values: Tensor
+    tiles: Tensor | None
+    super: Tensor | None
+
+
 def bands(n: int, k: int) -> Iterator[slice]:
     """Row slices of about BAND weights, multiples of 16 rows."""
     step = max(ROWS, BAND // k // ROWS * ROWS)
@@ -28,7 +44,7 @@ def bands(n: int, k: int) -> Iterator[slice]:
 
 
 def find_line(w: Tensor, fmt: Format, method: str, start: Line | None = None) -> Line:
-    """Scale and offset per group of a band of rows.
+    """Scale and offset per group of a band of rows, in PyTorch.
 
     w: [N, K] fp32    start: [N, K/G] scale and offset to improve on (method `search` only; others begin afresh)
     returns: scale, offset [N, K/G] fp32 (offset None for a symmetric format)
@@ -42,31 +58,75 @@ def find_line(w: Tensor, fmt: Format, method: str, start: Line | None = None) ->
     return scale.view(n, -1), None if offset is None else offset.view(n, -1)
 
 
+def quantize_band(w: Tensor, fmt: Format, method: str, start: Line | None = None, *, packed: bool = True) -> Band:
+    """Find the lines of a band, round it to the grid that they become in storage, and lay it out in tiles.
+
+    w: [N, K] fp32    start: see `find_line`    Runs natively where the library supports it.
+    """
+    if cpu_quantize.supports(w, fmt, method):
+        line, values, tiles = cpu_quantize.quantize_band(w, fmt, method, start, packed=packed)
+        affine.check_range(*line)
+        return Band(line=line, values=values, tiles=tiles, super=None)
+    n, k = w.shape
+    line = find_line(w, fmt, method, start)
+    grid = affine.make_grid(*line, fmt)
+    codes = affine.round_to_grid(w, grid, fmt)
+    values = codes.view(n, -1, fmt.group_size(k)).float().mul_(grid.scale[..., None]).add_(grid.offset[..., None])
+    tiles = affine.encode(codes, grid, fmt) if packed else None
+    return Band(line=line, values=values.view(n, k), tiles=tiles, super=grid.super)
+
+
+class Tiles:
+    """The packed tensors of a matrix, filled band by band, and the squared error of what was filled in."""
+
+    def __init__(self, fmt: Format, shape: tuple[int, int], device: torch.device) -> None:
+        """Raises ShapeError when K does not divide into groups."""
+        self.shape = shape
+        self.packed = torch.empty(affine.packed_shape(fmt, *shape), dtype=torch.uint8, device=device)
+        scale = affine.scale_shape(fmt, *shape)
+        self.scale = None if scale is None else torch.empty(scale, dtype=torch.uint8, device=device)
+        self._error = self._total = 0.0
+
+    def put(self, rows: slice, band: Band, residual: Tensor, original: Tensor) -> None:
+        """Store a band. residual, original: [N, K] fp32, what is left of the weights, and the weights."""
+        tiles = slice(rows.start // ROWS, -(-rows.stop // ROWS))
+        assert band.tiles is not None
+        self.packed[tiles] = band.tiles
+        if self.scale is not None:
+            assert band.super is not None
+            self.scale[tiles] = band.super
+        self._error += sum_of_squares(residual)
+        self._total += sum_of_squares(original)
+
+    @property
+    def relative_error(self) -> float:
+        """|W - what is stored|_F / |W|_F."""
+        return float((self._error / self._total) ** 0.5) if self._total else 0.0
+
+
 def quantize(w: Tensor, fmt: Format, method: str) -> PackedWeight:
     """Quantize a matrix without a compensator.
 
     w: [N, K] any float dtype    returns: packed weight of the same shape
     Raises WeightError for NaN, infinite or out-of-range weights, ShapeError when K does not divide into groups.
     """
+    return quantize_measured(w, fmt, method)[0]
+
+
+def quantize_measured(w: Tensor, fmt: Format, method: str) -> tuple[PackedWeight, float]:
+    """As `quantize`; also returns the relative error |W - W_dq|_F / |W|_F."""
     n, k = w.shape
-    packed = torch.empty(affine.packed_shape(fmt, n, k), dtype=torch.uint8, device=w.device)
-    scale_shape = affine.scale_shape(fmt, n, k)
-    scale = None if scale_shape is None else torch.empty(scale_shape, dtype=torch.uint8, device=w.device)
+    tiles = Tiles(fmt, (n, k), w.device)
     for rows in bands(n, k):
-        band = w[rows].float()
-        line = find_line(check_finite(band), fmt, method)
-        store(band, line, fmt, rows, packed, scale)
-    return PackedWeight(shape=(n, k), packed=packed, scale=scale)
+        original = check_finite(w[rows].float())
+        band = quantize_band(original, fmt, method)
+        tiles.put(rows, band, original - band.values, original)
+    return PackedWeight(shape=(n, k), packed=tiles.packed, scale=tiles.scale), tiles.relative_error
 
 
-def store(w: Tensor, line: Line, fmt: Format, rows: slice, packed: Tensor, scale: Tensor | None) -> None:
-    """Round a band of rows to the grid that `line` becomes in storage, and write its tiles."""
-    grid = affine.make_grid(*line, fmt)
-    tiles = slice(rows.start // ROWS, -(-rows.stop // ROWS))
-    packed[tiles] = affine.encode(affine.round_to_grid(w, grid, fmt), grid, fmt)
-    if scale is not None:
-        assert grid.super is not None
-        scale[tiles] = grid.super
+def sum_of_squares(w: Tensor) -> float:
+    """Sum of squares: fp32 inside rows, so that it is fast, fp64 across them."""
+    return float(w.square().sum(-1).double().sum())
 
 
 def check_finite(w: Tensor) -> Tensor:
@@ -78,22 +138,9 @@ def check_finite(w: Tensor) -> Tensor:
 
 
 def relative_error(w: Tensor, packed: PackedWeight) -> float:
-    """|W - dequantize(packed)|_F / |W|_F of what was stored, in bands.
+    """|W - dequantize(packed)|_F / |W|_F, decoded from the stored bytes.
 
     w: [N, K] any float dtype
     """
-    n, k = packed.shape
-    low_rank = None
-    if packed.lra is not None and packed.lrb is not None:
-        low_rank = decode_factor(packed.lra, n).T, decode_factor(packed.lrb, k)
-    total = error = 0.0
-    for rows in bands(n, k):
-        tiles = slice(rows.start // ROWS, -(-rows.stop // ROWS))
-        scale = None if packed.scale is None else packed.scale[tiles]
-        decoded = affine.decode(packed.packed[tiles], scale, packed.format, (rows.stop - rows.start, k))
-        if low_rank is not None:
-            decoded.addmm_(low_rank[0][rows], low_rank[1])
-        original = w[rows].float()
-        error += float((original - decoded).double().square().sum())
-        total += float(original.double().square().sum())
-    return (error / total) ** 0.5 if total else 0.0
+    original = w.float()
+    return float((original - dequantize(packed)).norm() / original.norm())

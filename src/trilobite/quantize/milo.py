@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trilobite.formats import affine
 from trilobite.formats.weight import PackedWeight, decode_factor
 from trilobite.quantize.compensator import quantize_factors
 from trilobite.quantize.lowrank import truncated_svd
-from trilobite.quantize.matrix import Line, bands, check_finite, find_line, store
+from trilobite.quantize.matrix import Line, Tiles, bands, check_finite, quantize_band, sum_of_squares
 from trilobite.recipe import Format
 
 WINDOW = 3
@@ -21,11 +20,12 @@ TOLERANCE = 1e-4
 class MiloResult:
     """A quantized matrix and how it was found.
 
+    error: relative error of what is stored    best: index of the iterate that was kept
     errors: relative error |W - W_dq - U V|_F / |W|_F after each iteration, U and V still in fp32 (eq. 14)
-    best: index of the iterate that was kept
     """
 
     weight: PackedWeight
+    error: float
     errors: list[float]
     best: int
 
@@ -77,7 +77,9 @@ def milo(w: Tensor, fmt: Format, method: str, compensation: Compensation) -> Mil
         if converged(errors):
             break
     assert best is not None
-    return MiloResult(weight=_stored(w, fmt, method, best, compensation, work), errors=errors, best=best_at)
+    del work, last
+    weight, error = _stored(w, fmt, method, best, compensation.compensator)
+    return MiloResult(weight=weight, error=error, errors=errors, best=best_at)
 
 
 def converged(errors: list[float]) -> bool:
@@ -89,46 +91,45 @@ def converged(errors: list[float]) -> bool:
 
 
 def _norm(w: Tensor) -> float:
-    total = sum(float(check_finite(w[rows].float()).double().square().sum()) for rows in bands(*w.shape))
-    return total**0.5
+    return sum(sum_of_squares(check_finite(w[rows].float())) for rows in bands(*w.shape)) ** 0.5
 
 
 def _quantize_residual(
     w: Tensor, fmt: Format, method: str, last: _Iterate | None, work: Tensor
 ) -> tuple[Line, float]:
     """Quantize W - U V band by band, leave E = W - W_dq in `work`; returns the line and |E|_F^2."""
-    n, k = w.shape
     scales, offsets, total = [], [], 0.0
-    for rows in bands(n, k):
+    for rows in bands(*w.shape):
         original = w[rows].float()
         target, start = original, None
         if last is not None:
             target = torch.addmm(original, last.u[rows], last.v, alpha=-1)
-            start = (last.line[0][rows], None if last.line[1] is None else last.line[1][rows])
-        line = find_line(target, fmt, method, start)
-        grid = affine.make_grid(*line, fmt)
-        codes = affine.round_to_grid(target, grid, fmt).view(target.shape[0], -1, fmt.group_size(k))
-        dequantized = codes.float().mul_(grid.scale[..., None]).add_(grid.offset[..., None]).view_as(target)
-        work[rows] = original - dequantized
-        total += float(work[rows].double().square().sum())
-        scales.append(line[0])
-        offsets.append(line[1])
+            start = _rows(last.line, rows)
+        band = quantize_band(target, fmt, method, start, packed=False)
+        torch.sub(original, band.values, out=work[rows])
+        total += sum_of_squares(work[rows])
+        scales.append(band.line[0])
+        offsets.append(band.line[1])
     found = [o for o in offsets if o is not None]
     return (torch.cat(scales), torch.cat(found) if found else None), total
 
 
+def _rows(line: Line, rows: slice) -> Line:
+    return line[0][rows], None if line[1] is None else line[1][rows]
+
+
 def _stored(
-    w: Tensor, fmt: Format, method: str, best: _Iterate, compensation: Compensation, work: Tensor
-) -> PackedWeight:
-    """Store U and V, then refit the codes once against what was stored."""
+    w: Tensor, fmt: Format, method: str, best: _Iterate, compensator: str
+) -> tuple[PackedWeight, float]:
+    """Store U and V, then refit the codes once against what was stored; also returns the relative error."""
     n, k = w.shape
-    lra, lrb = quantize_factors(best.u, best.v, compensation.compensator)
+    lra, lrb = quantize_factors(best.u, best.v, compensator)
     u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
-    packed = torch.empty(affine.packed_shape(fmt, n, k), dtype=torch.uint8, device=w.device)
-    scale_shape = affine.scale_shape(fmt, n, k)
-    scale = None if scale_shape is None else torch.empty(scale_shape, dtype=torch.uint8, device=w.device)
+    tiles = Tiles(fmt, (n, k), w.device)
     for rows in bands(n, k):
-        target = torch.addmm(w[rows].float(), u[rows], v, alpha=-1)
-        start = (best.line[0][rows], None if best.line[1] is None else best.line[1][rows])
-        store(target, find_line(target, fmt, method, start), fmt, rows, packed, scale)
-    return PackedWeight(shape=(n, k), packed=packed, scale=scale, lra=lra, lrb=lrb)
+        original = w[rows].float()
+        target = torch.addmm(original, u[rows], v, alpha=-1)
+        band = quantize_band(target, fmt, method, _rows(best.line, rows))
+        tiles.put(rows, band, target - band.values, original)
+    weight = PackedWeight(shape=(n, k), packed=tiles.packed, scale=tiles.scale, lra=lra, lrb=lrb)
+    return weight, tiles.relative_error

@@ -77,5 +77,6 @@ def _fit(groups: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None) ->
     mean_q, mean_w = codes.mean(-1), groups.mean(-1)
     centred = codes - mean_q[:, None]
     square = centred.square().sum(-1)
-    fitted = torch.where(square > 1e-12, (centred * groups).sum(-1) / square.clamp_min(1e-12), scale)
+    # Of codes that are not all the same the spread is almost 1 or more.
+    fitted = torch.where(square > 0.5, (centred * groups).sum(-1) / square.clamp_min(0.5), scale)
     return fitted, mean_w - fitted * mean_q

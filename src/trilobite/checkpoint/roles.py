@@ -1,0 +1,395 @@
+"""What every tensor of a checkpoint is: its role, its layer, and how one [N, K] matrix is cut from it.
+
+`RULES` is the whole knowledge about names: the first row that matches decides, for all architectures alike.
+Fused experts (one [E, N, K] tensor for a layer) become one `Matrix` an expert and projection, with the names
+that the model has when its experts are stored one by one. A tensor that matches no row is an error, never
+skipped.
+
+    Mixtral       block_sparse_moe.experts.3.w1.weight    [I, H]            one matrix: gate
+    DeepSeek-V3   mlp.experts.3.gate_proj.weight          [I, H] fp8        one matrix, with its scales
+    Qwen3.5-MoE   mlp.experts.gate_up_proj                [E, 2I, H]        gate rows, then up rows
+    Granite-MoE   block_sparse_moe.input_linear.weight    [E, 2I, H]        the same under another name
+    Llama 4       feed_forward.experts.gate_up_proj       [E, H, 2I]        transposed
+    gpt-oss       mlp.experts.gate_up_proj                [E, H, 2I]        transposed; gate and up alternate
+    gpt-oss       mlp.experts.gate_up_proj_blocks         [E, 2I, H/32, 16] MXFP4; gate and up rows alternate
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from trilobite.checkpoint.source import Source
+from trilobite.checkpoint.unpack import MX_GROUP, dequantize_blocks, dequantize_mxfp4
+from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.recipe import Role
+
+GATE, UP, DOWN = r"(?:gate_proj|w1|wi_0)", r"(?:up_proj|w3|wi_1|wi|fc1)", r"(?:down_proj|w2|wo|fc2)"
+EXPERT = r"\.experts\.(?:expert_)?\d+\."
+SHARED = r"\.shared_(?:experts?|mlp)\."
+MLP = r"\.(?:mlps?(?:\.\d+)?|feed_forward|ffn|DenseReluDense)\."
+# The rest of an attention name must not speak of experts: JetMoE routes between attention heads.
+ATTENTION = (
+    r"\.(?:self_attn|self_attention|cross_attention|encoder_attn|attention|attn|SelfAttention|EncDecAttention"
+    r"|linear_attn|mamba|mamba2|temporal_block)\.(?!.*expert)(?:\w+\.)*"
+)
+MIXER = r"\.(?:mixer|conv|short_conv|ssm)\."
+
+RULES: tuple[tuple[str, Role, str | None], ...] = (
+    # Parts that are kept whole: other modalities, convolutions, states, positions, biases.
+    (r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_)\w*\.", Role.OTHER, None),
+    (r"\b\w*conv(?:1d)?\.weight$", Role.OTHER, None),
+    (r"\.(?:A_log|D|dt_bias|sinks)$", Role.OTHER, None),
+    (r"(?:embed_positions|position_embeddings?|wpe|relative_attention_bias)\.weight$", Role.OTHER, None),
+    # Routers, with their corrections. Before biases: the bias of a router is the router's.
+    (r"(?:e_score_correction_bias|\.expert_bias)$", Role.ROUTER, None),
+    (r"\.shared_expert_gate\.weight$", Role.ROUTER, None),
+    (r"\.router(?:\.(?:layer|gate|classifier))?\.(?:weight|bias)$", Role.ROUTER, None),
+    (r"(?:_|\.)bias$", Role.OTHER, None),
+    (r"(?:\w*norm\w*|\bln_\w+)\.(?:weight|scale)$", Role.NORM, None),
+    (r"\.(?:mlp|block_sparse_moe|feed_forward|ffn|mixer|moe)\.gate(?:\.wg)?\.weight$", Role.ROUTER, None),
+    # Token mixers: attention of every kind, state-space layers, gated convolutions.
+    (ATTENTION + r"(?:q|q_proj|query)\.weight$", Role.ATTENTION, "q"),
+    (ATTENTION + r"(?:k|k_proj|key)\.weight$", Role.ATTENTION, "k"),
+    (ATTENTION + r"(?:v|v_proj|value)\.weight$", Role.ATTENTION, "v"),
+    (ATTENTION + r"(?:o|o_proj|out_proj|dense)\.weight$", Role.ATTENTION, "o"),
+    (ATTENTION + r"q_a_proj\.weight$", Role.ATTENTION, "q_a"),
+    (ATTENTION + r"q_b_proj\.weight$", Role.ATTENTION, "q_b"),
+    (ATTENTION + r"kv_a_proj_with_mqa\.weight$", Role.ATTENTION, "kv_a"),
+    (ATTENTION + r"kv_b_proj\.weight$", Role.ATTENTION, "kv_b"),
+    (ATTENTION + r"\w+\.weight$", Role.ATTENTION, None),
+    (MIXER + r"(?:q|k|v|o|in|out|x|dt)_proj\.weight$", Role.ATTENTION, None),
+    # Routed experts, stored one by one.
+    (EXPERT + GATE + r"\.weight$", Role.EXPERT, "gate"),
+    (EXPERT + UP + r"\.weight$", Role.EXPERT, "up"),
+    (EXPERT + DOWN + r"\.weight$", Role.EXPERT, "down"),
+    # Routed experts, fused: one tensor a layer, cut by `_cut_experts`.
+    (r"\.experts\.gate_up_proj(?:\.weight|_blocks)?$", Role.EXPERT, "gate_up"),
+    (r"\.experts\.gate_proj(?:\.weight|_blocks)?$", Role.EXPERT, "gate"),
+    (r"\.experts\.up_proj(?:\.weight|_blocks)?$", Role.EXPERT, "up"),
+    (r"\.experts\.down_proj(?:\.weight|_blocks)?$", Role.EXPERT, "down"),
+    (r"\.block_sparse_moe\.input_linear\.weight$", Role.EXPERT, "gate_up"),
+    (r"\.block_sparse_moe\.output_linear\.weight$", Role.EXPERT, "down"),
+    # MLPs that every token passes.
+    (SHARED + GATE + r"\.weight$", Role.SHARED_EXPERT, "gate"),
+    (SHARED + UP + r"\.weight$", Role.SHARED_EXPERT, "up"),
+    (SHARED + DOWN + r"\.weight$", Role.SHARED_EXPERT, "down"),
+    (SHARED + r"input_linear\.weight$", Role.SHARED_EXPERT, "gate_up"),
+    (SHARED + r"output_linear\.weight$", Role.SHARED_EXPERT, "down"),
+    (MLP + GATE + r"\.weight$", Role.DENSE_MLP, "gate"),
+    (MLP + UP + r"\.weight$", Role.DENSE_MLP, "up"),
+    (MLP + DOWN + r"\.weight$", Role.DENSE_MLP, "down"),
+    (MLP + r"gate_up_proj\.weight$", Role.DENSE_MLP, "gate_up"),
+    # Multi-token prediction: joins the next token's embedding to the hidden state.
+    (r"(?:\.eh_proj|^mtp\.fc)\.weight$", Role.DENSE_MLP, None),
+    # Both ends of the model.
+    (r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", Role.EMBEDDING, None),
+    (r"^(?:model\.)?shared\.weight$", Role.EMBEDDING, None),
+    (r"(?:^|\.)(?:lm_head|embed_out|shared_head\.head)\.weight$", Role.HEAD, None),
+)
+_RULES = tuple((re.compile(pattern), role, projection) for pattern, role, projection in RULES)
+
+# How many dimensions a rule's tensors may have (others: up to 2). A 2-D "norm" is a matrix, not a norm.
+_DIMS = {Role.EXPERT: (2, 3, 4), Role.NORM: (0, 1), Role.OTHER: tuple(range(9))}
+
+# Only for shapes that do not tell: in most models the rows are outputs, [gate; up].
+TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text")
+INTERLEAVED = ("gpt_oss",)
+
+FP8 = ("F8_E4M3", "F8_E5M2")
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)\.")
+_EXPERT_INDEX = re.compile(r"\.experts\.(?:expert_)?(\d+)\.")
+_ROLE_ORDER = (
+    Role.EMBEDDING,
+    Role.ATTENTION,
+    Role.ROUTER,
+    Role.DENSE_MLP,
+    Role.SHARED_EXPERT,
+    Role.EXPERT,
+    Role.NORM,
+    Role.OTHER,
+    Role.HEAD,
+)
+_PROJECTION_ORDER = ("q", "q_a", "q_b", "k", "kv_a", "v", "kv_b", "o", "gate", "gate_up", "up", "down", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """How a matrix is cut from its tensor on disk. The default takes the tensor as it is.
+
+    expert: index in dimension 0    half: 0 the gate, 1 the up part of a fused pair
+    transposed: stored as [K, N]    interleaved: gate and up alternate instead of following each other
+    scale: tensor of the scales    block: rows and columns that share one (fp8); None with a scale = MXFP4
+    """
+
+    expert: int | None = None
+    half: int | None = None
+    transposed: bool = False
+    interleaved: bool = False
+    scale: str | None = None
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix [N, K], or one tensor that is kept as it is.
+
+    name: Hugging Face name of this one matrix    source: the tensor on disk that holds it
+    """
+
+    name: str
+    role: Role
+    layer: int | None
+    expert: int | None
+    projection: str | None
+    shape: tuple[int, ...]
+    source: str
+    view: View
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether this is a weight matrix. The plan decides whether it is quantized."""
+        known = self.role not in (Role.NORM, Role.OTHER)
+        return known and len(self.shape) == 2 and not self.name.endswith("bias")
+
+
+class _Match(NamedTuple):
+    role: Role
+    projection: str | None
+
+
+def identify(
+    source: Source, *, extra_rules: Sequence[tuple[str, Role]] = (), keep_unmatched: bool = False
+) -> list[Matrix]:
+    """Every tensor of the checkpoint exactly once, cut into matrices, in the order in which they are packed.
+
+    extra_rules: (glob, role) from a recipe, asked before `RULES`
+    keep_unmatched: keep the tensors that match no role, as OTHER, instead of raising ArchitectureError
+
+    Raises CheckpointError when the checkpoint is already quantized.
+    """
+    quantization = source.config.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method not in (None, "fp8", "mxfp4"):
+        raise CheckpointError(
+            f"{source.path}: already quantized with {method!r}; expected 16-bit, fp8 or mxfp4 weights: "
+            "compress the original checkpoint"
+        )
+    block = quantization.get("weight_block_size") or (128, 128)
+    scales = {name: scale for name in source.tensors if (scale := _scale_of(source, name))}
+    consumed = set(scales.values())
+    found: list[Matrix] = []
+    unmatched: list[str] = []
+    for name, info in source.tensors.items():
+        if name in consumed:
+            continue
+        match = _match(name, info.shape, extra_rules)
+        if match is None:
+            unmatched.append(name)
+            match = _Match(Role.OTHER, None)
+        scale = scales.get(name)
+        blocks = (int(block[0]), int(block[1])) if scale and info.dtype in FP8 else None
+        view = View(scale=scale, block=blocks)
+        if match.role is Role.EXPERT and len(info.shape) > 2:
+            found += _cut_experts(source, name, match.projection, view)
+        else:
+            index = _EXPERT_INDEX.search(name) if match.role is Role.EXPERT else None
+            expert = int(index[1]) if index else None
+            found.append(
+                Matrix(name, match.role, _layer(name), expert, match.projection, info.shape, name, view)
+            )
+    if unmatched and not keep_unmatched:
+        unmatched.sort(key=_natural)
+        raise ArchitectureError(
+            f"{_model_type(source)!r}: {len(unmatched)} tensors match no role (first: {unmatched[0]}); "
+            "nothing was written; add a mapping in a recipe (docs/roles.md) or pass --keep-unmatched"
+        )
+    return sorted(found, key=_order)
+
+
+def read_matrix(source: Source, matrix: Matrix) -> Tensor:
+    """The matrix [N, K], contiguous, in its source dtype; fp8 and MXFP4 become bf16.
+
+    Kept tensors come as they are. Of a fused tensor only one expert's bytes are read.
+    """
+    view = matrix.view
+    w = _read(source, matrix.source, view.expert)
+    if view.scale:
+        scale = _read(source, view.scale, view.expert)
+        if view.block:
+            w = dequantize_blocks(w, scale, view.block, matrix.source)
+        else:
+            # Halving first spares the work on the other half.
+            return dequantize_mxfp4(_half(w, view), _half(scale, view))
+    return _half(w.mT if view.transposed else w, view).contiguous()
+
+
+def _read(source: Source, name: str, expert: int | None) -> Tensor:
+    return source.read(name) if expert is None else source.read_part(name, expert, expert + 1)[0]
+
+
+def _half(w: Tensor, view: View) -> Tensor:
+    """The gate or the up rows of a fused pair."""
+    if view.half is None:
+        return w
+    return w[view.half :: 2] if view.interleaved else w.chunk(2)[view.half]
+
+
+def _match(name: str, shape: tuple[int, ...], extra_rules: Sequence[tuple[str, Role]]) -> _Match | None:
+    """Role and projection of a tensor, or None."""
+    by_table = _match_table(re.sub(r"(?<=[._])\d+(?=\.)", "0", name), len(shape))
+    for glob, role in extra_rules:
+        if fnmatchcase(name, glob):
+            # The table still knows which projection it is.
+            return _Match(role, by_table.projection if by_table else None)
+    return by_table
+
+
+@cache
+def _match_table(name: str, dims: int) -> _Match | None:
+    """The same, for a name whose layer and expert are zero: DeepSeek-V3 has 90,000 names of 60 kinds."""
+    for pattern, role, projection in _RULES:
+        if dims in _DIMS.get(role, (0, 1, 2)) and pattern.search(name):
+            return _Match(role, projection)
+    # Vectors cost nothing to keep, unless they belong to an expert, of which nothing may go unnoticed.
+    return _Match(Role.OTHER, None) if dims < 2 and "expert" not in name else None
+
+
+def _scale_of(source: Source, name: str) -> str | None:
+    """The tensor that holds the scales of this one, or None when it has none."""
+    if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in source.tensors:
+        return f"{name.removesuffix('_blocks')}_scales"
+    if source.tensors[name].dtype not in FP8 or len(source.tensors[name].shape) < 2:
+        return None
+    if f"{name}_scale_inv" not in source.tensors:
+        raise CheckpointError(
+            f"{source.path}: {name} is fp8 without {name}_scale_inv; expected block scales beside every fp8 "
+            "weight: copy the checkpoint again, or compress its 16-bit original"
+        )
+    return f"{name}_scale_inv"
+
+
+def _cut_experts(source: Source, name: str, projection: str | None, view: View) -> list[Matrix]:
+    """The matrices of a fused [E, ...] tensor.
+
+    One that only a recipe's rule calls `expert` has no known projection: it is cut along E, as stored.
+    """
+    shape = source.tensors[name].shape
+    if view.scale and not view.block:
+        if len(shape) != 4 or shape[3] * 2 != MX_GROUP:
+            raise ArchitectureError(f"{name}: MXFP4 blocks of shape {list(shape)}; expected [E, N, K/32, 16]")
+        shape = (*shape[:2], shape[2] * MX_GROUP)
+        transposed = False
+    elif len(shape) != 3:
+        raise ArchitectureError(f"{name}: fused experts of shape {list(shape)}; expected [E, N, K]")
+    else:
+        transposed = projection is not None and _is_transposed(source, name, projection)
+    experts, n, k = (shape[0], shape[2], shape[1]) if transposed else shape
+    if projection == "gate_up" and n % 2:
+        raise ArchitectureError(f"{name}: {n} rows of gate and up; expected an even number")
+    path = _experts_path(name)
+    halves = ((0, "gate"), (1, "up")) if projection == "gate_up" else ((None, projection),)
+    return [
+        Matrix(
+            name=f"{path}.{e}.{part}_proj.weight" if part else f"{name.removesuffix('.weight')}.{e}.weight",
+            role=Role.EXPERT,
+            layer=_layer(name),
+            expert=e,
+            projection=part,
+            shape=(n if half is None else n // 2, k),
+            source=name,
+            view=View(
+                expert=e,
+                half=half,
+                transposed=transposed,
+                interleaved=half is not None and _model_type(source) in INTERLEAVED,
+                scale=view.scale,
+                block=view.block,
+            ),
+        )
+        for e in range(experts)
+        for half, part in halves
+    ]
+
+
+def _experts_path(name: str) -> str:
+    """`a.experts.gate_up_proj` and `a.input_linear.weight` -> `a.experts`."""
+    parent = name.removesuffix(".weight").rpartition(".")[0]
+    return parent if parent.endswith(".experts") else f"{parent}.experts"
+
+
+def _is_transposed(source: Source, name: str, projection: str) -> bool:
+    """Whether a fused tensor is stored as [E, K, N].
+
+    gate_up [E, 2I, H] and down [E, H, I] fit together in one orientation only, whatever the sizes. Where
+    there is no such pair the hidden size tells, and where that is ambiguous, the architecture.
+    """
+    if pair := _pair(source, name):
+        (n, k), down = pair
+        if (n, k) == (2 * down[1], down[0]):
+            return False
+        if (k, n) == (2 * down[0], down[1]):
+            return True
+        raise ArchitectureError(
+            f"{name}: an expert's gate_up is {[n, k]}, its down {list(down)}; expected [2I, H] and [H, I], "
+            "or both transposed"
+        )
+    a, b = source.tensors[name].shape[1:]
+    hidden = _text_config(source).get("hidden_size")
+    if a != b and hidden in (a, b):
+        return bool((a == hidden) != (projection == "down"))
+    return _model_type(source) in TRANSPOSED
+
+
+def _pair(source: Source, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The per-expert shapes of the gate_up and down tensors of this layer, when it has both."""
+    for up, down in (("gate_up_proj", "down_proj"), ("input_linear", "output_linear")):
+        names = [re.sub(rf"\b(?:{up}|{down})(\.weight)?$", rf"{part}\1", name) for part in (up, down)]
+        if len(set(names)) == 2 and all(n in source.tensors for n in names):
+            return source.tensors[names[0]].shape[1:], source.tensors[names[1]].shape[1:]
+    return None
+
+
+def _text_config(source: Source) -> dict[str, Any]:
+    """The language model's part of the configuration: multimodal models nest it."""
+    text = source.config.get("text_config")
+    return {**source.config, **text} if isinstance(text, dict) else source.config
+
+
+def _model_type(source: Source) -> str:
+    return str(source.config.get("model_type", "unknown"))
+
+
+def _layer(name: str) -> int | None:
+    m = _LAYER.search(name)
+    return int(m[1]) if m else None
+
+
+def _order(m: Matrix) -> tuple[object, ...]:
+    """Embedding, then layer by layer (encoder before decoder), then what belongs to no layer, the head last.
+
+    Inside a layer by role, then expert by expert, so that the parts of one expert are neighbours on disk.
+    """
+    inside = m.layer is not None
+    place = 1 if inside else {Role.EMBEDDING: 0, Role.HEAD: 3}.get(m.role, 2)
+    stack = _LAYER.split(m.name, maxsplit=1)[0] if inside else ""
+    return (
+        place,
+        "encoder" not in stack,
+        stack,
+        -1 if m.layer is None else m.layer,
+        _ROLE_ORDER.index(m.role),
+        _natural(m.name.rsplit(".", 2)[0]),  # module by module, so expert by expert
+        _PROJECTION_ORDER.index(m.projection),
+        m.name,
+    )
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """A key that sorts `layers.2` before `layers.10`."""
+    return tuple((int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"(\d+)", name))

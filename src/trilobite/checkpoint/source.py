@@ -1,0 +1,379 @@
+"""A Hugging Face checkpoint on disk: which tensors it has, and one of them at a time.
+
+The headers of the safetensors files are parsed and checked here, so that a broken copy is refused before
+hours of work and not in the middle of them. Data is read through a mapping of one tensor's bytes,
+released together with the tensor: a checkpoint of 1 TB is walked in the memory of its largest tensor.
+Pickles are never opened.
+
+    file:  8 bytes n (little endian) | n bytes of JSON {name: {dtype, shape, data_offsets}} | data
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of dtypes."""
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+
+INDEX = "model.safetensors.index.json"
+INCOMPLETE = "the copy is incomplete: copy it again"
+MAX_HEADER = 100_000_000
+"""safetensors' own limit. A longer header means that the file is something else."""
+SAMPLE, SAMPLES = 64 * 1024, 8
+"""Bytes of one slice, and slices of one file, that the fingerprint reads."""
+
+COMPANIONS = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+MAX_COMPANION = 100 * 2**20
+NOT_COMPANIONS = {
+    "config.json",  # rewritten, with the quantization in it
+    "trilobite.json",
+    # These describe the weights that are replaced; vLLM would believe them.
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "params.json",
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies. offset: absolute, in the file    dtype: safetensors' name, such as BF16"""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a tensor file was when it was opened."""
+
+    size: int
+    mtime_ns: int
+    data_start: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, opened: its config.json and a directory of its tensors. Make one with `open_source`."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    files: dict[Path, _File]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor. Its memory is a private mapping of the file, released when the tensor is freed."""
+        info = self.info(name)
+        return self._map(info, 0, info.nbytes).view(DTYPES[info.dtype]).view(info.shape)
+
+    def read_part(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of dimension 0: for example one expert of a fused [E, N, K] tensor."""
+        info = self.info(name)
+        assert 0 <= start <= stop <= info.shape[0], (name, info.shape, start, stop)
+        row = info.nbytes // max(1, info.shape[0])
+        part = self._map(info, start * row, (stop - start) * row).view(DTYPES[info.dtype])
+        return part.view(stop - start, *info.shape[1:])
+
+    def info(self, name: str) -> TensorInfo:
+        """The directory entry of a tensor; raises CheckpointError when there is none."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}; it has {len(self.tensors)} others")
+        return self.tensors[name]
+
+    def fingerprint(self) -> str:
+        """A hash that changes when config.json, the tensor directory or (very likely) the weights change.
+
+        Of each file it reads the header and eight slices of 64 KiB: seconds for 1 TB. One edited weight
+        between the slices stays unnoticed; another training step, fine-tune or revision does not.
+        """
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for name, info in sorted(self.tensors.items()):
+            digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
+        for path, file in sorted(self.files.items()):
+            self._check_unchanged(path)
+            digest.update(f"{path.name} {file.size}\n".encode())
+            with path.open("rb") as f:
+                digest.update(f.read(file.data_start))
+                span = max(0, file.size - file.data_start - SAMPLE)
+                for i in range(SAMPLES):
+                    f.seek(file.data_start + span * i // (SAMPLES - 1))
+                    digest.update(f.read(SAMPLE))
+        return digest.hexdigest()
+
+    def companions(self) -> list[Path]:
+        """Tokenizer, generation and chat-template files, to be copied beside packed weights. Never code."""
+        return [
+            p
+            for p in sorted(self.path.iterdir())
+            if p.suffix in COMPANIONS
+            and p.name not in NOT_COMPANIONS
+            and not p.name.startswith(".")
+            and not p.name.endswith(".index.json")
+            and p.is_file()
+            and p.stat().st_size <= MAX_COMPANION
+        ]
+
+    def _map(self, info: TensorInfo, start: int, nbytes: int) -> Tensor:
+        """nbytes of a tensor's data as uint8, aligned for its dtype."""
+        self._check_unchanged(info.file)
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        begin = info.offset + start
+        page = begin - begin % mmap.ALLOCATIONGRANULARITY
+        with info.file.open("rb") as f:
+            # A private mapping may be written to, which torch insists on, without ever changing the file.
+            pages = mmap.mmap(f.fileno(), begin - page + nbytes, offset=page, access=mmap.ACCESS_COPY)
+        data = torch.frombuffer(pages, dtype=torch.uint8, offset=begin - page, count=nbytes)
+        # safetensors aligns data only by habit, and a kernel may fault on less than the dtype's size.
+        return data if data.data_ptr() % DTYPES[info.dtype].itemsize == 0 else data.clone()
+
+    def _check_unchanged(self, path: Path) -> None:
+        # Reading past the end of a mapped file that has shrunk kills the process: look before every mapping.
+        file = self.files[path]
+        try:
+            stat = path.stat()
+        except OSError as e:
+            raise CheckpointError(
+                f"{path}: gone since it was opened ({e.strerror}); restore it and run again"
+            ) from e
+        if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+            raise CheckpointError(
+                f"{path}: changed since it was opened; wait until it is complete and run again"
+            )
+
+
+def open_source(path_or_id: str, *, revision: str | None = None) -> Source:
+    """Open a checkpoint: a folder, or a hub id such as `mistralai/Mixtral-8x7B-v0.1` (downloaded if need be).
+
+    Raises CheckpointError when it is missing, incomplete, corrupt, or made of pickles.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.is_file():
+        raise CheckpointError(f"{path}: a file; expected the folder of a checkpoint: pass {path.parent}")
+    if not path.is_dir():
+        path = _download(path_or_id, revision)
+    config = _read_json(path / "config.json")
+    tensors: dict[str, TensorInfo] = {}
+    files: dict[Path, _File] = {}
+    for shard in _tensor_files(path):
+        files[shard], found = _read_header(shard)
+        for name in found.keys() & tensors.keys():
+            raise CheckpointError(
+                f"{shard}: tensor {name!r} is also in {tensors[name].file.name}; expected every tensor once: "
+                "delete the file that does not belong to this checkpoint"
+            )
+        tensors.update(found)
+    _check_index(path, tensors)
+    return Source(path=path, config=config, tensors=tensors, files=files)
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo) or repo.startswith("."):
+        raise CheckpointError(f"{repo}: no such folder; expected a checkpoint's folder or a hub id")
+
+    # Imported here: a local folder needs neither the hub client nor its start-up time.
+    from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(COMPANIONS))]
+    try:
+        # Subfolders and `consolidated` hold the same weights again, in the layout of another program.
+        found = snapshot_download(
+            repo, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"]
+        )
+    except hub.GatedRepoError as e:
+        raise CheckpointError(
+            f"{repo}: a gated model; accept its terms on huggingface.co/{repo} and run `hf auth login`"
+        ) from e
+    except hub.RevisionNotFoundError as e:
+        raise CheckpointError(f"{repo}: the hub has no revision {revision!r}; check --revision") from e
+    except (hub.RepositoryNotFoundError, hub.HFValidationError) as e:
+        raise CheckpointError(
+            f"{repo}: no such folder, and no such model on the hub (or a private one); check the name, "
+            "or run `hf auth login`"
+        ) from e
+    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as e:
+        raise CheckpointError(
+            f"{repo}: no such folder, not in the local cache, and the hub cannot be reached; check the path, "
+            "or connect (and unset HF_HUB_OFFLINE)"
+        ) from e
+    except (OSError, hub.HTTPError) as e:
+        raise CheckpointError(
+            f"{repo}: the download failed ({_one_line(e)}); run again to continue it"
+        ) from e
+    return Path(found)
+
+
+def _tensor_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order. Raises CheckpointError when any is missing."""
+    if (path / INDEX).is_file():
+        shards = sorted(set(_weight_map(path).values()))
+        for shard in shards:
+            if Path(shard).name != shard:
+                raise CheckpointError(f"{path / INDEX}: shard {shard!r}; expected a file name: copy it again")
+            if not (path / shard).is_file():
+                raise CheckpointError(f"{path / shard}: listed in {INDEX} but missing; {INCOMPLETE}")
+        return [path / shard for shard in shards]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    found = sorted(path.glob("*.safetensors"))
+    for file in found:
+        # Without an index, only the names tell how many parts there should be.
+        if m := re.fullmatch(r"(.*)-(\d+)-of-(\d+)\.safetensors", file.name):
+            for i in range(1, int(m[3]) + 1):
+                part = path / f"{m[1]}-{i:0{len(m[2])}}-of-{m[3]}.safetensors"
+                if not part.is_file():
+                    raise CheckpointError(f"{part}: missing beside {file.name}; {INCOMPLETE}")
+    if found:
+        return found
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+    if pickles:
+        raise CheckpointError(
+            f"{path}: only pickled weights ({pickles[0]}), which can run code when loaded; "
+            "convert them to safetensors first (on the hub: huggingface.co/spaces/safetensors/convert)"
+        )
+    raise CheckpointError(f"{path}: no *.safetensors files; expected the folder of a Hugging Face checkpoint")
+
+
+def _check_index(path: Path, tensors: dict[str, TensorInfo]) -> None:
+    if not (path / INDEX).is_file():
+        return
+    for name, shard in _weight_map(path).items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(
+                f"{path / shard}: tensor {name!r} is missing though {INDEX} puts it there; "
+                "the files are of different checkpoints: copy them again"
+            )
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    weight_map = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(
+            f"{path / INDEX}: expected a mapping 'weight_map' from tensors to files; copy it again"
+        )
+    return weight_map
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError as e:
+        raise CheckpointError(f"{path}: missing; expected the folder of a Hugging Face checkpoint") from e
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: not valid JSON ({_one_line(e)}); copy it again") from e
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}; copy it again")
+    return data
+
+
+def _read_header(path: Path) -> tuple[_File, dict[str, TensorInfo]]:
+    """Parse and check the header of one safetensors file."""
+    with path.open("rb") as f:
+        stat = path.stat()
+        start = f.read(8)
+        if start == b"version ":
+            raise CheckpointError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
+        if len(start) < 8:
+            raise CheckpointError(f"{path}: {stat.st_size} bytes long; {INCOMPLETE}")
+        (length,) = struct.unpack("<Q", start)
+        if length > MAX_HEADER:
+            raise CheckpointError(
+                f"{path}: not a safetensors file (a header of {length} bytes is impossible); copy it again"
+            )
+        if 8 + length > stat.st_size:
+            short = 8 + length - stat.st_size
+            raise CheckpointError(f"{path}: {short} bytes too short for its own header; {INCOMPLETE}")
+        header = f.read(length)
+    try:
+        entries = json.loads(header, object_pairs_hook=_without_duplicates)
+        if not isinstance(entries, dict):
+            raise ValueError(f"a {type(entries).__name__}, not an object")
+        entries.pop("__metadata__", None)
+        found = {name: _tensor_info(path, 8 + length, name, entry) for name, entry in entries.items()}
+    except (ValueError, RecursionError) as e:
+        if isinstance(e, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: the header is garbage ({_one_line(e)}); copy it again") from e
+    _check_extent(path, stat.st_size, 8 + length, found)
+    return _File(size=stat.st_size, mtime_ns=stat.st_mtime_ns, data_start=8 + length), found
+
+
+def _tensor_info(path: Path, data_start: int, name: str, entry: Any) -> TensorInfo:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where}: no dtype, shape and data_offsets in the header; copy it again")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    span: Any = entry.get("data_offsets")
+    if not _naturals(shape) or not _naturals(span) or len(span) != 2:
+        raise CheckpointError(f"{where}: impossible shape {shape} or data_offsets {span}; copy it again")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{where}: dtype {dtype}; this release reads {', '.join(DTYPES)}")
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if span[1] - span[0] != nbytes:
+        raise CheckpointError(f"{where}: {dtype} {shape} needs {nbytes} bytes, not {span}; copy it again")
+    return TensorInfo(path, dtype, tuple(shape), offset=data_start + span[0], nbytes=nbytes)
+
+
+def _naturals(value: Any) -> bool:
+    # bool is an int to Python, and `true` in a shape is garbage.
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _check_extent(path: Path, size: int, data_start: int, tensors: dict[str, TensorInfo]) -> None:
+    """The tensors must cover the data exactly: no overlap, no hole, nothing beyond the end of the file."""
+    end = data_start
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if info.offset != end:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} starts at byte {info.offset}, expected {end} "
+                f"({'overlap' if info.offset < end else 'hole'}); copy it again"
+            )
+        end += info.nbytes
+    if size < end:
+        raise CheckpointError(f"{path}: {end - size} bytes shorter than its header says; {INCOMPLETE}")
+    if size > end:
+        raise CheckpointError(f"{path}: {size - end} bytes longer than its header says; copy it again")
+
+
+def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} occurs twice")
+        found[key] = value
+    return found
+
+
+def _one_line(e: BaseException) -> str:
+    return " ".join(str(e).split())[:200]

@@ -1,0 +1,46 @@
+"""Weights that come quantized: fp8 with block scales (DeepSeek-V3, MiniMax-M2) and MXFP4 (gpt-oss), to bf16.
+
+bf16 is what these models' own code dequantizes to, so errors are measured against the model that people run.
+"""
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import CheckpointError
+
+MX_GROUP = 32
+"""Values that share one MXFP4 scale."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of a 4-bit float; the highest of the four bits is the sign."""
+
+
+def dequantize_blocks(w: Tensor, scale: Tensor, block: tuple[int, int], name: str) -> Tensor:
+    """fp8 codes times the scale of their block; the last blocks may be partial.
+
+    w: [..., N, K] fp8    scale: [..., ceil(N/b0), ceil(K/b1)], or one number    [..., N, K] bf16
+    """
+    rows, columns = block
+    N, K = w.shape[-2:]
+    if scale.numel() == 1:
+        return (w.float() * scale.float().reshape(())).bfloat16()
+    expected = (*w.shape[:-2], -(-N // rows), -(-K // columns))
+    if tuple(scale.shape) != expected:
+        raise CheckpointError(
+            f"{name}: scales of shape {list(scale.shape)}; expected {list(expected)} for a weight of "
+            f"{list(w.shape)} in blocks of {list(block)}: check weight_block_size in config.json"
+        )
+    scale = scale.float().repeat_interleave(rows, -2)[..., :N, :].repeat_interleave(columns, -1)[..., :K]
+    return (w.float() * scale).bfloat16()
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Two E2M1 values a byte, the low four bits first, times 2^(scale - 127) per 32 values.
+
+    blocks: [..., N, K/32, 16] uint8    scales: [..., N, K/32] uint8 (the bits of E8M0)    [..., N, K] bf16
+    """
+    exponent = scales.contiguous().view(torch.uint8).int() - 127
+    values = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=torch.float32)
+    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    w = torch.ldexp(values[nibbles.int()], exponent.unsqueeze(-1))
+    return w.flatten(-2).bfloat16()

@@ -1,0 +1,190 @@
+"""What a plan or a finished run comes to: bytes, bits and errors by role, and every byte of the folder."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from trilobite.checkpoint.roles import Matrix, read_matrix
+from trilobite.checkpoint.source import Source
+from trilobite.quantize.stats import kurtosis, residual_rank
+from trilobite.recipe import BODY_ROLES, Format, Role
+
+Rows = Sequence[Mapping[str, Any]]
+"""Tensors as `quantize.plan.describe` writes them: in `Plan.to_dict()["tensors"]` and in trilobite.json."""
+SLOWEST = 5
+
+
+@dataclass(kw_only=True)
+class RoleReport:
+    """The tensors of one role. bytes: of their data    formats: tensors by format, kept ones as `16 bit`.
+
+    ranks: of the quantized matrices    errors: relative Frobenius error of each quantized matrix, where known
+    """
+
+    role: str
+    tensors: int = 0
+    parameters: int = 0
+    bytes: int = 0
+    formats: Counter[str] = field(default_factory=Counter)
+    ranks: list[int] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits for every parameter of this role, compensators and scales included."""
+        return self.bytes * 8 / max(1, self.parameters)
+
+    @property
+    def error(self) -> float | None:
+        """Mean error; None where no matrix was quantized, or none yet."""
+        return _mean(self.errors)
+
+    @property
+    def rank(self) -> float | None:
+        """Mean rank of the quantized matrices; None where there is none."""
+        return _mean(self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "formats": dict(self.formats),
+            "rank": None if self.rank is None else {"mean": self.rank, "max": max(self.ranks)},
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All roles of a plan, or of a packed checkpoint.
+
+    bytes_on_disk: of the whole folder; None for a plan
+    kept: (role, reason, tensors, parameters) of what stays in 16 bit
+    """
+
+    roles: tuple[RoleReport, ...]
+    kept: tuple[tuple[str, str, int, int], ...]
+    bytes_on_disk: int | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(r.parameters for r in self.roles)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(r.bytes for r in self.roles)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """All bytes * 8 / parameters: of the folder where there is one, else of the tensors alone."""
+        total = self.tensor_bytes if self.bytes_on_disk is None else self.bytes_on_disk
+        return total * 8 / max(1, self.parameters)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        data: dict[str, Any] = {} if self.bytes_on_disk is None else {"bytes_on_disk": self.bytes_on_disk}
+        return data | {
+            "tensor_bytes": self.tensor_bytes,
+            "parameters": self.parameters,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "roles": {r.role: r.to_dict() for r in self.roles},
+            "kept": [
+                dict(zip(("role", "reason", "tensors", "parameters"), row, strict=True)) for row in self.kept
+            ],
+        }
+
+
+def report(rows: Rows, *, bytes_on_disk: int | None = None) -> Report:
+    """Add up described tensors, in the order of roles."""
+    roles: dict[str, RoleReport] = {}
+    kept: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        numel = torch.Size(row["shape"]).numel()
+        role = roles.setdefault(row["role"], RoleReport(role=row["role"]))
+        role.tensors += 1
+        role.parameters += numel
+        role.bytes += row["bytes"]
+        role.formats[row.get("format", "16 bit")] += 1
+        if "format" in row:
+            role.ranks.append(row["rank"])
+        else:
+            kept.setdefault((row["role"], row["kept"]), []).append(numel)
+        if "error" in row:
+            role.errors.append(row["error"])
+    order: list[str] = [r.value for r in Role if r.value in roles]
+    return Report(
+        roles=tuple(roles[name] for name in order),
+        kept=tuple(
+            (role, reason, len(sizes), sum(sizes))
+            for (role, reason), sizes in sorted(kept.items(), key=lambda item: order.index(item[0][0]))
+        ),
+        bytes_on_disk=bytes_on_disk,
+    )
+
+
+def slowest(records: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """The tensors that took longest, with their seconds. records: `compress.Result.records`."""
+    seconds = [(name, float(r.get("seconds", 0.0))) for name, r in records.items()]
+    return sorted((s for s in seconds if s[1] > 0), key=lambda s: -s[1])[:SLOWEST]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSample:
+    """What a sample of one role's matrices looks like, as in MiLo Table 2: means over `matrices` of them.
+
+    residual_rank: singular values of W - RTN-INT3-g64(W) below half the largest    share: that over min(N, K)
+    """
+
+    matrices: int
+    kurtosis: float
+    residual_rank: float
+    share: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def sample_roles(
+    source: Source,
+    matrices: Sequence[Matrix],
+    *,
+    samples: int | None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[Role, RoleSample]:
+    """Measure at most `samples` matrices of every role that is quantized, evenly spread; None = all."""
+    chosen: dict[Role, list[Matrix]] = {}
+    for role in BODY_ROLES:
+        of_role = [m for m in matrices if m.role is role and m.quantizable and m.shape[1] % 32 == 0]
+        count = len(of_role) if samples is None else min(samples, len(of_role))
+        if count:
+            chosen[role] = [of_role[i * len(of_role) // count] for i in range(count)]
+    total = sum(map(len, chosen.values()))
+    found: dict[Role, RoleSample] = {}
+    done = 0
+    for role, picked in chosen.items():
+        measured: list[tuple[float, int, float]] = []
+        for m in picked:
+            if progress:
+                progress("kurtosis and residual rank", done, total)
+            w = read_matrix(source, m)
+            rank = residual_rank(w, fmt=Format(bits=3, group=64 if w.shape[1] % 64 == 0 else 32))
+            measured.append((kurtosis(w), rank, rank / min(w.shape)))
+            done += 1
+        means = [sum(column) / len(measured) for column in zip(*measured, strict=True)]
+        found[role] = RoleSample(
+            matrices=len(measured), kurtosis=means[0], residual_rank=means[1], share=means[2]
+        )
+    return found
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
