@@ -1,0 +1,66 @@
+"""Native inner loops of the quantizers: one call finds the lines of a band of rows, rounds, and packs its tiles.
+
+The twin of quantize/{rtn,search,hqq}.py. Codes are identical except where a weight lies within rounding of the middle
+between two codes (a few in 100,000 with hqq, whose powers are approximated to 1e-5).
+"""
+
+import ctypes
+from ctypes import Structure, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import ShapeError
+from trilobite.formats.affine import packed_shape
+from trilobite.kernels import native
+from trilobite.recipe import Format
+
+METHODS = {"rtn": 0, "search": 1, "hqq": 2}
+Line = tuple[Tensor, Tensor | None]
+
+_lib, _ = native.load()
+
+
+class _Args(Structure):
+    """`trilobite_quantize_args`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("w", "start_scale", "start_offset", "scale", "offset")),
+        *((name, c_void_p) for name in ("dequantized", "packed")),
+        *((name, c_int64) for name in ("rows", "k", "group", "bits", "symmetric", "method", "threads")),
+    )
+
+
+def supports(w: Tensor, fmt: Format, method: str) -> bool:
+    """Whether the native library quantizes such a band. Double quantization needs more than one tile at a time."""
+    return _lib is not None and w.device.type == "cpu" and not fmt.double_quant and method in METHODS
+
+
+def quantize_band(
+    w: Tensor, fmt: Format, method: str, start: Line | None, *, packed: bool
+) -> tuple[Line, Tensor, Tensor | None]:
+    """Quantize a band of rows on the calling thread.
+
+    w: [N, K] fp32    start: [N, K/G] scale and offset to improve on (search only)    packed: whether to make tiles
+    returns: the line [N, K/G] fp32 as found; the values [N, K] fp32 that the stored grid gives; the tiles or None
+    Raises ShapeError for shapes that do not fit.
+    """
+    assert _lib is not None
+    assert w.dtype == torch.float32
+    n, k = w.shape
+    shape = packed_shape(fmt, n, k)
+    w = w.contiguous()
+    scale = torch.empty(n, shape[1])
+    offset = None if fmt.symmetric else torch.empty(n, shape[1])
+    values = torch.empty(n, k)
+    tiles = torch.empty(shape, dtype=torch.uint8) if packed else None
+    begin: list[Tensor | None] = [None, None]
+    if start is not None and method == "search":
+        begin = [None if part is None else part.float().contiguous() for part in start]
+        if any(part is not None and part.shape != scale.shape for part in begin):
+            raise ShapeError(f"quantize: start of shape {list(start[0].shape)}; expected {list(scale.shape)}")
+    pointers = [None if t is None else t.data_ptr() for t in (w, *begin, scale, offset, values, tiles)]
+    sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], 1)
+    if _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes))):
+        raise ShapeError(_lib.trilobite_error().decode())
+    return (scale, offset), values, tiles
