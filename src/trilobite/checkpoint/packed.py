@@ -259,7 +259,7 @@ def _read_journal(path: Path, known: set[str]) -> dict[str, dict[str, Any]]:
 
 def _bytes(tensor: Tensor) -> memoryview:
     flat = tensor.contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
 def _pwrite(handle: int, data: memoryview, at: int) -> None:

@@ -104,9 +104,7 @@ def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
     n, groups = scale.shape
     bands = -(-n // ROWS)
     parts = [scale] if offset is None else [scale, offset]
-    for part in parts:
-        if not (top := _absmax(part)) <= FP16_MAX:
-            raise WeightError(f"scales reach {top:.3g}, fp16 ends at {FP16_MAX:.0f}: the weights are out of range")
+    check_range(scale, offset)
     if fmt.double_quant:
         stored, supers, values = [], [], []
         for part in parts:
@@ -126,9 +124,10 @@ def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
 
 def check_range(scale: Tensor, offset: Tensor | None) -> None:
     """Raise WeightError when a scale or an offset does not fit fp16."""
-    top = max(_absmax(scale), 0.0 if offset is None else _absmax(offset))
-    if not top <= FP16_MAX:
-        raise WeightError(f"scales reach {top:.3g}, fp16 ends at {FP16_MAX:.0f}: the weights are out of range")
+    for part in (scale, offset):
+        # One by one: max(0.0, nan) is 0.0.
+        if part is not None and not (top := _absmax(part)) <= FP16_MAX:
+            raise WeightError(f"scales reach {top:.3g}, fp16 ends at {FP16_MAX:.0f}: the weights are out of range")
 
 
 def _absmax(t: Tensor) -> float:

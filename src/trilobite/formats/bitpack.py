@@ -91,7 +91,7 @@ def pack_stream(codes: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return codes.clone()
-    octets = codes.unflatten(-1, (-1, 8)).to(torch.int64)
+    octets = codes.view(*codes.shape[:-1], -1, 8).to(torch.int64)
     word = (octets << (bits * torch.arange(8, device=codes.device))).sum(-1)
     return torch.stack([(word >> (8 * i)) & 255 for i in range(bits)], -1).to(torch.uint8).flatten(-2)
 
@@ -103,7 +103,8 @@ def unpack_stream(stream: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return stream.clone()
-    octets = stream.unflatten(-1, (-1, bits)).to(torch.int64)
+    octets = stream.view(*stream.shape[:-1], -1, bits).to(torch.int64)
     word = (octets << (8 * torch.arange(bits, device=stream.device))).sum(-1)
     shifts = bits * torch.arange(8, device=stream.device)
-    return ((word[..., None] >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(-2)
+    codes: Tensor = (word[..., None] >> shifts) & (2**bits - 1)
+    return codes.to(torch.uint8).flatten(-2)

@@ -108,7 +108,8 @@ def compensator_of(factor: Tensor) -> str:
 
 def factor_groups(factor: Tensor) -> Tensor:
     """Cut a factor into its scale groups, the last one padded with zeros: [R, L] -> [R, ceil(L/64), 64]."""
-    return torch.nn.functional.pad(factor, (0, -factor.shape[1] % LR_GROUP)).unflatten(1, (-1, LR_GROUP))
+    padded = torch.nn.functional.pad(factor, (0, -factor.shape[1] % LR_GROUP))
+    return padded.view(factor.shape[0], -1, LR_GROUP)
 
 
 def encode_factor(factor: Tensor, scale: Tensor, compensator: str) -> Tensor:
@@ -137,7 +138,8 @@ def decode_factor(factor: Tensor, length: int) -> Tensor:
     bits = COMPENSATORS[kind]
     codes = unpack_stream(factor[..., :-2].contiguous(), bits).float() - 2 ** (bits - 1)
     scale = factor[..., -2:].contiguous().view(torch.float16).float()
-    return (codes * scale).flatten(1)[:, :length]
+    values: Tensor = codes * scale
+    return values.flatten(1)[:, :length]
 
 
 def low_rank_bytes(compensator: str, rank: int, n: int, k: int) -> int:

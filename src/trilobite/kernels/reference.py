@@ -72,7 +72,7 @@ def experts(
         down = expert_weight(slab, table[e, DOWN], (hidden, intermediate))
         assert up is not None and down is not None
         rows = xf[token]
-        gate_bias, up_bias = (None, None) if gate_up_bias is None else gate_up_bias[e].split(intermediate)
+        gate_bias, up_bias = (None, None) if gate_up_bias is None else gate_up_bias[e].chunk(2)
         if gate is None:
             h = ACT2FN[activation](linear(rows, up))
         else:

@@ -42,4 +42,5 @@ def _fit_left(u: Tensor, v: Tensor, stored: Tensor) -> Tensor:
     ridge = 1e-6 * gram.diagonal().mean().clamp_min(1e-30)
     gram.diagonal().add_(ridge)
     cross = (stored @ v.T).double()
-    return u @ torch.linalg.solve(gram, cross).T.float()
+    fit: Tensor = torch.linalg.solve(gram, cross)
+    return u @ fit.T.float()

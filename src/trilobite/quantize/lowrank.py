@@ -42,7 +42,8 @@ def truncated_svd(e: Tensor, rank: int, *, seed: int, start: Tensor | None = Non
 
 
 def _orthonormal(y: Tensor) -> Tensor:
-    return torch.linalg.qr(y).Q
+    q: Tensor = torch.linalg.qr(y).Q
+    return q
 
 
 def _exact(e: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:

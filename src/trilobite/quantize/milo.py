@@ -1,5 +1,6 @@
 """MiLo's Algorithm 1 on one matrix: alternate the quantizer and the low-rank compensator."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +92,7 @@ def converged(errors: list[float]) -> bool:
 
 
 def _norm(w: Tensor) -> float:
-    return sum(sum_of_squares(check_finite(w[rows].float())) for rows in bands(*w.shape)) ** 0.5
+    return math.sqrt(sum(sum_of_squares(check_finite(w[rows].float())) for rows in bands(*w.shape)))
 
 
 def _quantize_residual(

@@ -51,8 +51,8 @@ class PackedExperts(nn.Module):
             for name, parts in experts[index].items():
                 expert.add_module(name, PackedMatrix(self.shape_of(name), parts))
             self.add_module(str(index), expert)
-        for name in ("gate_up_proj_bias", "down_proj_bias"):
-            self.register_parameter(name, self.originals.get(name))
+        self.gate_up_proj_bias: nn.Parameter | None = self.originals.get("gate_up_proj_bias")
+        self.down_proj_bias: nn.Parameter | None = self.originals.get("down_proj_bias")
         self.slab: Tensor | None = None
         self.table: Tensor | None = None
 
@@ -90,7 +90,7 @@ class PackedExperts(nn.Module):
         """Find the slab that all parts lie in, or copy them into one and let the buffers be views of it."""
         matrices = self.matrices()
         weights: list[tuple[PackedWeight | None, PackedWeight, PackedWeight]] = [
-            (gate and gate.packed(), up.packed(), down.packed()) for gate, up, down in matrices
+            (None if gate is None else gate.packed(), up.packed(), down.packed()) for gate, up, down in matrices
         ]
         self.slab, self.table = build(weights)
         for e, row in enumerate(matrices):

@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -40,9 +41,12 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
             check_version(quantization.get("format_version"), str(source.path))
             known = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
             config.quantization_config = {**quantization, "tensors": known}
-    model = _model_class(config, source).from_pretrained(
-        None, config=config, state_dict=tensors, dtype=dtype or "auto"
+    model, found = _model_class(config, source).from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype or "auto", output_loading_info=True
     )
+    if found["missing_keys"]:
+        names = sorted(found["missing_keys"])
+        raise CheckpointError(f"{source.path}: {len(names)} tensors are missing, first {names[0]}; copy it again")
     if (source.path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source.path)
     model.name_or_path = str(source.path)
@@ -63,7 +67,7 @@ def map_tensors(source: Source) -> dict[str, Tensor]:
     storages = {}
     for file, entry in source.files.items():
         storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=entry.size)
-        storages[file] = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        storages[file] = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, arg-type]
     tensors = {}
     for name, info in source.tensors.items():
         data = storages[info.file][info.offset : info.offset + info.nbytes]
@@ -73,7 +77,7 @@ def map_tensors(source: Source) -> dict[str, Tensor]:
     return tensors
 
 
-def _config(source: Source) -> object:
+def _config(source: Source) -> PreTrainedConfig:
     if (source.config.get("quantization_config") or {}).get("quant_method") == "trilobite" and (
         source.path / "trilobite.json"
     ).exists():
@@ -87,7 +91,7 @@ def _config(source: Source) -> object:
         ) from e
 
 
-def _model_class(config: object, source: Source) -> type[PreTrainedModel]:
+def _model_class(config: PreTrainedConfig, source: Source) -> type[PreTrainedModel]:
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]  # type: ignore[no-any-return]

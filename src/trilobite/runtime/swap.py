@@ -61,6 +61,7 @@ def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
         if isinstance(module, nn.Linear):
             shape = (module.out_features, module.in_features)
             model.set_submodule(path, PackedLinear(shape, parts, module.bias))
+            _skip_initialisation(model, path)
         elif module is not None:
             raise ArchitectureError(
                 f"{path}: is a {type(module).__name__} and cannot run packed; compress this model with a recipe that "
@@ -76,6 +77,13 @@ def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
                 "with --keep expert"
             )
         model.set_submodule(path, PackedExperts(original, indexed))
+
+
+def _skip_initialisation(model: PreTrainedModel, path: str) -> None:
+    """Some models initialise a layer's weight from the modules around it; there is no weight any more."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        model.get_submodule(path)._is_hf_initialized = True
 
 
 def finish(model: nn.Module) -> None:

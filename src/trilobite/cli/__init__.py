@@ -1,0 +1,47 @@
+"""The command line: parse -> one call -> print. One module for each group of commands; no logic here."""
+
+import sys
+
+import typer
+
+from trilobite.cli import compress, evaluate, inspect, run
+from trilobite.cli.console import INTERRUPTED, note, stop
+from trilobite.errors import TrilobiteError
+
+app = typer.Typer(
+    name="trilobite",
+    help="Make Mixture-of-Experts language models small enough for your machine, and run them there.",
+    epilog="Begin with: trilobite compress MODEL OUT -r milo-s1, then trilobite chat OUT.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for command in (
+    compress.compress,
+    compress.plan,
+    compress.recipes,
+    inspect.inspect,
+    run.generate,
+    run.chat,
+    evaluate.evaluate,
+    evaluate.stats,
+    inspect.doctor,
+    inspect.version,
+):
+    app.command({"evaluate": "eval"}.get(command.__name__))(command)
+
+
+def main() -> None:
+    """The `trilobite` command. Exit status: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
+    try:
+        status = app()
+    except TrilobiteError as e:
+        note(f"error: {' '.join(str(e).split())}")
+        sys.exit(1)
+    except SystemExit as e:
+        if e.code == INTERRUPTED:
+            stop("interrupted")
+        raise
+    sys.exit(status)

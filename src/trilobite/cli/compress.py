@@ -1,0 +1,274 @@
+"""compress, plan, recipes: from an original checkpoint to a packed one."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trilobite.cli.console import (
+    CompressProgress,
+    Progress,
+    count,
+    note,
+    number,
+    print_json,
+    print_table,
+    size,
+    stop,
+)
+from trilobite.cli.options import (
+    CompensatorOption,
+    GroupOption,
+    IterationsOption,
+    JsonOption,
+    KeepOption,
+    MethodOption,
+    RankOption,
+    RecipeOption,
+    RevisionOption,
+    StatsOption,
+    UnmatchedOption,
+    chosen_recipe,
+    frequencies,
+)
+
+if TYPE_CHECKING:
+    from trilobite.quantize.compress import Result
+    from trilobite.quantize.plan import Plan
+    from trilobite.quantize.report import Report
+
+COLUMNS = ("role", "format", "tensors", "parameters", "bytes", "bits/weight", "rank", "error")
+SourceArgument = Annotated[
+    str, typer.Argument(help="Folder of the original checkpoint, or a hub id.", metavar="SRC")
+]
+
+
+def compress(
+    src: SourceArgument,
+    dst: Annotated[Path, typer.Argument(help="New folder for the packed checkpoint.", metavar="DST")],
+    recipe: RecipeOption,
+    jobs: Annotated[
+        int, typer.Option(help="Matrices in work at a time; 0 = one a core.", min=0, metavar="N")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="DEVICE")] = "auto",
+    keep: KeepOption = None,
+    group_size: GroupOption = None,
+    rank: RankOption = None,
+    method: MethodOption = None,
+    compensator: CompensatorOption = None,
+    iterations: IterationsOption = None,
+    stats: StatsOption = None,
+    keep_unmatched: UnmatchedOption = False,
+    revision: RevisionOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Compress a checkpoint to a new folder.
+
+    Killed or interrupted at any moment, the same command continues and ends with the same bytes.
+
+    \b
+    Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-3bit --recipe milo-s1
+    """
+    chosen = chosen_recipe(
+        recipe,
+        keep=keep,
+        group_size=group_size,
+        rank=rank,
+        method=method,
+        compensator=compensator,
+        iterations=iterations,
+    )
+    with Progress() as bars:
+        progress = CompressProgress(bars)
+        try:
+            from trilobite.checkpoint.source import open_source
+            from trilobite.quantize.compress import Options
+            from trilobite.quantize.compress import compress as run
+
+            result = run(
+                str(open_source(src, revision=revision).path),
+                dst,
+                chosen,
+                frequency=frequencies(stats),
+                keep_unmatched=keep_unmatched,
+                options=Options(
+                    jobs=jobs,
+                    device=device,
+                    on_plan=progress.on_plan,
+                    on_line=progress.on_line,
+                    progress=bars.show,
+                ),
+            )
+        except KeyboardInterrupt:
+            bars.__exit__()
+            stop(progress.interrupted())
+    _print_result(dst, result, json)
+
+
+def _print_result(dst: Path, result: "Result", json: bool) -> None:
+    from trilobite.checkpoint.packed import read_report
+    from trilobite.checkpoint.summary import bytes_on_disk
+    from trilobite.quantize.report import report, slowest
+
+    made = report(read_report(dst)["tensors"], bytes_on_disk=bytes_on_disk(dst))
+    slow = slowest(result.records)
+    if json:
+        extra: dict[str, Any] = {
+            "destination": str(dst),
+            "recipe": result.plan.recipe.name,
+            "rank": result.plan.rank,
+        }
+        extra |= {"seconds": round(result.seconds, 3), "fresh": result.fresh, "slowest": dict(slow)}
+        print_json(made.to_dict() | extra)
+        return
+    if not result.fresh:
+        note(f"{dst}: is already complete; nothing was done")
+    print_report(made, f"{dst}, recipe {result.plan.recipe.name}")
+    print_kept(made)
+    if slow:
+        print_table(("slowest tensors", "seconds"), [(name, number(s, 2)) for name, s in slow])
+    print(f"{count(made.parameters)} parameters in {size(made.bytes_on_disk or 0)}, ", end="")
+    print(f"{made.bits_per_weight:.3f} bits per weight, {result.seconds:.1f} s")
+
+
+def plan(
+    src: SourceArgument,
+    recipe: RecipeOption,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    keep: KeepOption = None,
+    group_size: GroupOption = None,
+    rank: RankOption = None,
+    method: MethodOption = None,
+    compensator: CompensatorOption = None,
+    iterations: IterationsOption = None,
+    stats: StatsOption = None,
+    keep_unmatched: UnmatchedOption = False,
+    revision: RevisionOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what compress would make, by role.
+
+    Nothing is quantized or written; a kurtosis-r rank reads the weights once.
+
+    \b
+    Example: trilobite plan mistralai/Mixtral-8x7B-v0.1 --recipe milo-s1 --group-size 128
+    """
+    chosen = chosen_recipe(
+        recipe,
+        keep=keep,
+        group_size=group_size,
+        rank=rank,
+        method=method,
+        compensator=compensator,
+        iterations=iterations,
+    )
+    from trilobite.checkpoint.source import open_source
+    from trilobite.quantize.compress import prepare
+    from trilobite.quantize.plan import plan_json
+    from trilobite.quantize.report import report
+
+    with Progress() as bars:
+        made = prepare(
+            open_source(src, revision=revision),
+            chosen,
+            frequency=frequencies(stats),
+            keep_unmatched=keep_unmatched,
+            progress=bars.show,
+        )
+        bars.complete()
+    if json:
+        sys.stdout.write(plan_json(made))
+        return
+    summary = report(made.to_dict()["tensors"])
+    if tensors:
+        _print_tensors(made)
+    print_report(summary, f"{src}, recipe {chosen.name}, ranks {made.rank or 'none'}")
+    print_kept(summary)
+    print("This counts tensor data; headers, index and tokenizer files come on top. Nothing was written.")
+
+
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="A preset or a YAML file, to print.", metavar="NAME")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the presets, or print one as YAML.
+
+    \b
+    Example: trilobite recipes milo-s1 > mine.yaml
+    """
+    from trilobite.recipe import PRESETS, load_recipe
+
+    if name is not None:
+        data = load_recipe(name).to_dict()
+        if json:
+            print_json(data)
+            return
+        import yaml
+
+        print(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110), end="")
+    elif json:
+        print_json({r.name: r.to_dict() | {"summary": r.summary} for r in PRESETS.values()})
+    else:
+        print_table(("recipe", "what it does"), [(r.name, r.summary) for r in PRESETS.values()], left=2)
+
+
+def print_report(made: "Report", title: str) -> None:
+    """The table by role, with every byte of the folder where there is one."""
+    rows = [
+        (
+            r.role,
+            ", ".join(r.formats),
+            str(r.tensors),
+            count(r.parameters),
+            size(r.bytes),
+            number(r.bits_per_weight, 3),
+            number(r.rank, 1) if r.rank else "",
+            number(r.error),
+        )
+        for r in made.roles
+    ]
+    tensors = str(sum(r.tensors for r in made.roles))
+    total = made.tensor_bytes
+    if made.bytes_on_disk is not None:
+        total = made.bytes_on_disk
+        rows.append(
+            (
+                "other files",
+                "headers, index, json, tokenizer",
+                "",
+                "",
+                size(total - made.tensor_bytes),
+                "",
+                "",
+                "",
+            )
+        )
+    rows.append(
+        ("total", "", tensors, count(made.parameters), size(total), number(made.bits_per_weight, 3), "", "")
+    )
+    print_table(COLUMNS, rows, title=title, left=2)
+
+
+def print_kept(made: "Report") -> None:
+    """What stays in 16 bit, and why."""
+    rows = [(role, reason, str(tensors), count(numel)) for role, reason, tensors, numel in made.kept]
+    if rows:
+        print_table(("kept", "because", "tensors", "parameters"), rows, left=2)
+
+
+def _print_tensors(made: "Plan") -> None:
+    rows = [
+        (
+            line.matrix.name,
+            str(line.format or "16 bit"),
+            "x".join(map(str, line.matrix.shape)),
+            str(line.rank or ""),
+            size(line.nbytes),
+            line.note,
+        )
+        for line in made.lines
+    ]
+    print_table(("tensor", "format", "shape", "rank", "bytes", "note"), rows, left=2)

@@ -1,0 +1,193 @@
+"""What commands print with: tables on standard output; progress, notes and errors on standard error."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from trilobite.quantize.plan import Plan, PlanLine
+
+WIDTH = 160
+"""Of tables when the output is no terminal: nothing is cut off in a log."""
+INTERRUPTED = 130
+NOTE_SECONDS = 30.0
+"""How often progress is noted where there is no terminal to draw a bar on."""
+
+
+def note(text: str) -> None:
+    """One line on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def stop(message: str) -> NoReturn:
+    """End the process now, as Ctrl-C demands: threads in the middle of a matrix are not waited for."""
+    note(message)
+    sys.stdout.flush()
+    os._exit(INTERRUPTED)
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """One JSON object on standard output."""
+    print(json.dumps(data, indent=2), flush=True)
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", left: int = 1
+) -> None:
+    """A table on standard output; its first `left` columns are aligned to the left."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    if title:
+        print(title)
+    table = Table(box=SIMPLE, pad_edge=False, show_edge=False, show_header=any(columns))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else WIDTH
+    console = Console(width=width, markup=False, highlight=False)
+    console.print(table)
+    console.print()
+
+
+def size(nbytes: float) -> str:
+    """`1234567` -> `1.23 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def count(number: int) -> str:
+    """`46702792704` -> `46.7 G`."""
+    for factor, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
+        if number >= factor:
+            return f"{number / factor:.1f}{unit}"
+    return str(number)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number, or nothing."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+class Progress:
+    """Bars on standard error where that is a terminal, else a plain line now and then. A context manager."""
+
+    def __init__(self) -> None:
+        """Draws nothing yet."""
+        from rich.console import Console
+        from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        console = Console(stderr=True)
+        self.draws = console.is_terminal
+        self.bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[more]}"),
+            console=console,
+            disable=not self.draws,
+        )
+        self.tasks: dict[str, TaskID] = {}
+        self.noted = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        """Start drawing."""
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the last state on the screen."""
+        self.bars.stop()
+
+    def show(self, what: str, done: float, total: float, more: str = "", *, restart: bool = False) -> None:
+        """Move the bar called `what`. restart: the ETA counts from here (an earlier run did the rest)."""
+        if what not in self.tasks:
+            self.tasks[what] = self.bars.add_task(what, total=total, more=more)
+        if restart:
+            self.bars.reset(self.tasks[what], completed=int(done), total=total, more=more)
+        else:
+            self.bars.update(self.tasks[what], completed=done, total=total, more=more)
+        if not self.draws and time.monotonic() - self.noted > NOTE_SECONDS:
+            self.noted = time.monotonic()
+            note(f"{what}: {100 * done / max(total, 1):.0f} %{', ' if more else ''}{more}")
+
+    def complete(self) -> None:
+        """Fill every bar there is."""
+        for task in self.bars.tasks:
+            self.bars.update(task.id, completed=task.total)
+
+    def step(self, what: str) -> Callable[[int, int], None]:
+        """A callback (done, total) that moves the bar called `what`."""
+        return lambda done, total: self.show(what, done, total)
+
+
+class CompressProgress:
+    """Follows a compress run: a bar for the kurtosis pre-pass, one for the tensors, counts for Ctrl-C."""
+
+    def __init__(self, progress: Progress) -> None:
+        """progress: draws the bars."""
+        self.progress = progress
+        self.tensors = self.done = self.bytes = self.bytes_done = 0
+        self.work = self.work_done = 0
+        self.error = ""
+
+    def on_plan(self, plan: "Plan") -> None:
+        """The size of the job; the pre-pass is over."""
+        self.progress.complete()
+        self.tensors = len(plan.lines)
+        self.bytes = sum(line.nbytes for line in plan.lines)
+        self.work = sum(_work(line) for line in plan.lines)
+
+    def on_line(self, line: "PlanLine", record: Mapping[str, Any], fresh: bool) -> None:
+        """One tensor is done, by this run (fresh) or by an earlier one."""
+        self.done += 1
+        self.bytes_done += line.nbytes
+        self.work_done += _work(line)
+        if "error" in record:
+            self.error = f", error {record['error']:.4f}"
+        more = f"{self.done}/{self.tensors} tensors, {size(self.bytes_done)}/{size(self.bytes)}{self.error}"
+        self.progress.show("compress", self.work_done, self.work, more, restart=not fresh)
+
+    def interrupted(self) -> str:
+        """What Ctrl-C says."""
+        if not self.tensors:
+            return "interrupted: nothing has been written yet; run the same command to begin again"
+        return (
+            f"interrupted: {self.done} of {self.tensors} tensors are done; run the same command to continue"
+        )
+
+
+def _work(line: "PlanLine") -> int:
+    """What a tensor costs: the weights to be quantized. Copying is next to nothing."""
+    rows, columns = line.matrix.shape if line.format else (1, 1)
+    return int(rows * columns)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the notes, warnings and progress bars of transformers off the screen; errors stay errors."""
+    import warnings
+
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

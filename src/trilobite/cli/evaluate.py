@@ -1,0 +1,176 @@
+"""eval, stats: what compression cost, and which experts a text uses."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trilobite.cli.console import Progress, number, print_json, print_table, quiet, size
+from trilobite.cli.options import JsonOption
+from trilobite.cli.run import DeviceOption, ModelArgument
+
+if TYPE_CHECKING:
+    from trilobite.evaluate.perplexity import Score
+
+TextOption = Annotated[Path | None, typer.Option("--text", help="A UTF-8 text file.", metavar="FILE")]
+BatchOption = Annotated[
+    int | None,
+    typer.Option("--batch", help="Windows in a forward pass; default: what fits.", min=1, metavar="N"),
+]
+
+
+def evaluate(
+    model: ModelArgument,
+    text: TextOption = None,
+    context: Annotated[int, typer.Option(help="Tokens in a window of the text.", min=2, metavar="N")] = 2048,
+    batch: BatchOption = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="The original: also measure the KL divergence to it and top-1 agreement.", metavar="ORIGINAL"
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Benchmarks, separated by commas, for example piqa,mmlu.", metavar="A,B"),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the task files; without it they are downloaded.", metavar="DIR"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first N items of each task.", min=1, metavar="N")
+    ] = None,
+    device: DeviceOption = "cpu",
+    json: JsonOption = False,
+) -> None:
+    """Measure a model on a text or on benchmark tasks.
+
+    Perplexity is OPTQ's: the whole text in windows without overlap. --reference also measures the distance to
+    the original model, which shows small losses that perplexity hides.
+
+    \b
+    Example: trilobite eval mixtral-3bit --text wiki.test.txt --reference mistralai/Mixtral-8x7B-v0.1
+    """
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if text is None and not names:
+        raise typer.BadParameter("give --text FILE, --tasks A,B, or both")
+    from trilobite import load
+    from trilobite.evaluate.measure import fitting_batch, score_file
+    from trilobite.evaluate.tasks import run_tasks
+    from trilobite.runtime.load import load_tokenizer
+
+    found: dict[str, Any] = {"model": model}
+    with quiet(), Progress() as bars:
+        loaded, tokenizer = load(model, device=device), load_tokenizer(model)
+        if text is not None:
+            original = load(reference, device=device) if reference else None
+            score = score_file(
+                loaded,
+                tokenizer,
+                text,
+                context=context,
+                batch=batch,
+                reference=original,
+                progress=bars.step("windows"),
+            )
+            found |= {"text": str(text)} | _plain(score)
+        if names:
+            size_of_batch = batch or fitting_batch(loaded, context)
+            found["tasks"] = run_tasks(loaded, tokenizer, names, data=data, limit=limit, batch=size_of_batch)
+    if json:
+        print_json(found)
+        return
+    if text is not None:
+        _print_score(found)
+    if names:
+        _print_tasks(found["tasks"])
+
+
+def _plain(score: "Score") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {key: value for key, value in asdict(score).items() if value is not None}
+
+
+def _print_score(found: dict[str, Any]) -> None:
+    rows = [("perplexity", number(found["perplexity"]))]
+    if "kl" in found:
+        rows.append(("perplexity of the reference", number(found["reference_perplexity"])))
+        rows.append(("KL divergence to the reference, nats", number(found["kl"], 5)))
+        rows.append(("top-1 agreement with the reference", number(found["top1"])))
+    rows.append(("tokens predicted", str(found["tokens"])))
+    rows.append(("seconds", number(found["seconds"], 1)))
+    title = f"{found['model']} on {found['text']}, {found['windows']} windows of {found['context']} tokens"
+    print_table(("", ""), rows, title=title)
+
+
+def _print_tasks(tasks: dict[str, dict[str, float]]) -> None:
+    rows = [
+        (name, metric, number(value), number(results.get(f"{metric}_stderr")), str(int(results["n"])))
+        for name, results in tasks.items()
+        for metric, value in results.items()
+        if metric != "n" and "stderr" not in metric
+    ]
+    print_table(("task", "metric", "value", "+-", "items"), rows, left=2)
+
+
+def stats(
+    model: ModelArgument,
+    text: Annotated[
+        Path, typer.Option("--text", help="A UTF-8 text file to run through the model.", metavar="FILE")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Where to write the frequencies (JSON).", metavar="FILE")
+    ] = Path("stats.json"),
+    context: Annotated[int, typer.Option(help="Tokens in a window of the text.", min=2, metavar="N")] = 512,
+    samples: Annotated[int | None, typer.Option(help="Only the first N windows.", min=1, metavar="N")] = None,
+    device: DeviceOption = "cpu",
+    json: JsonOption = False,
+) -> None:
+    """Count how often a text uses each expert.
+
+    Recipes with a frequency-r rank need the file that this writes.
+
+    \b
+    Example: trilobite stats deepseek-ai/deepseek-moe-16b-base --text sample.txt -o stats.json
+    """
+    from trilobite import load
+    from trilobite.evaluate.frequency import save_frequency
+    from trilobite.evaluate.measure import count_experts
+    from trilobite.runtime.load import load_tokenizer
+
+    with quiet(), Progress() as bars:
+        counts, tokens = count_experts(
+            load(model, device=device),
+            load_tokenizer(model),
+            text,
+            context=context,
+            samples=samples,
+            progress=bars.step("windows"),
+        )
+    save_frequency(output, counts, model_name=model, text=text.name, tokens=tokens)
+    if json:
+        print_json(
+            {"output": str(output), "tokens": tokens, "layers": {str(k): v for k, v in counts.items()}}
+        )
+        return
+    print_table(
+        ("layer", "experts", "least used", "most used", "never used"),
+        [
+            (
+                str(layer),
+                str(len(c)),
+                f"{_share(c, min(c))} (expert {c.index(min(c))})",
+                f"{_share(c, max(c))} (expert {c.index(max(c))})",
+                str(c.count(0)),
+            )
+            for layer, c in counts.items()
+        ],
+        title=f"shares of {tokens} tokens' choices",
+    )
+    print(f"written to {output}, {size(output.stat().st_size)}")
+
+
+def _share(counts: list[int], one: int) -> str:
+    return f"{100 * one / max(1, sum(counts)):.2f} %"

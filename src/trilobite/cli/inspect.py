@@ -1,0 +1,161 @@
+"""inspect, doctor, version: what is here."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trilobite.cli.compress import print_kept, print_report
+from trilobite.cli.console import Progress, count, number, print_json, print_table, size
+from trilobite.cli.options import JsonOption, RevisionOption
+
+if TYPE_CHECKING:
+    from trilobite.checkpoint.summary import RoleSummary
+    from trilobite.quantize.report import RoleSample
+
+
+def inspect(
+    path: Annotated[
+        str, typer.Argument(help="An original or a packed checkpoint: folder or hub id.", metavar="PATH")
+    ],
+    samples: Annotated[
+        int, typer.Option(help="Measure at most so many matrices of each role; 0 = none.", min=0, metavar="N")
+    ] = 4,
+    everything: Annotated[bool, typer.Option("--all", help="Measure all matrices (slow).")] = False,
+    revision: RevisionOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what a checkpoint holds, by role.
+
+    Of a packed one: formats, ranks, errors, bits per weight. Of an original: how a sample of its matrices
+    looks (MiLo, Table 2). Kurtosis is 0 for a normal distribution, and more for outliers; the residual rank
+    counts singular values of what INT3 rounding loses that are below half of the largest.
+
+    \b
+    Example: trilobite inspect mixtral-3bit --json
+    """
+    from trilobite.checkpoint.summary import is_packed
+
+    if is_packed(Path(path)):
+        _inspect_packed(Path(path), json)
+        return
+    from trilobite.checkpoint.roles import identify
+    from trilobite.checkpoint.source import open_source
+    from trilobite.checkpoint.summary import summarize
+    from trilobite.quantize.report import sample_roles
+
+    source = open_source(path, revision=revision)
+    matrices = identify(source, keep_unmatched=True)
+    with Progress() as bars:
+        sampled = sample_roles(source, matrices, samples=None if everything else samples, progress=bars.show)
+        bars.complete()
+    rows = summarize(source, matrices)
+    if json:
+        print_json(_original(path, str(source.config.get("model_type")), rows, sampled))
+    else:
+        _print_original(f"{path}: {source.config.get('model_type')}", rows, sampled)
+
+
+def _original(
+    path: str, model_type: str, rows: "list[RoleSummary]", sampled: "dict[Any, RoleSample]"
+) -> dict[str, Any]:
+    roles: dict[str, Any] = {}
+    for row in rows:
+        data = {
+            "tensors": row.tensors,
+            "parameters": row.parameters,
+            "bytes": row.bytes,
+            "dtypes": dict(row.dtypes),
+        }
+        roles[row.role.value] = data | (
+            {"sample": sampled[row.role].to_dict()} if row.role in sampled else {}
+        )
+    return {
+        "path": path,
+        "kind": "original",
+        "model_type": model_type,
+        "parameters": sum(r.parameters for r in rows),
+        "tensor_bytes": sum(r.bytes for r in rows),
+        "roles": roles,
+    }
+
+
+def _print_original(title: str, rows: "list[RoleSummary]", sampled: "dict[Any, RoleSample]") -> None:
+    table = []
+    for row in rows:
+        s = sampled.get(row.role)
+        measured = (
+            (str(s.matrices), number(s.kurtosis, 2), f"{s.residual_rank:.0f} ({100 * s.share:.0f} %)")
+            if s
+            else ()
+        )
+        table.append(
+            (
+                row.role.value,
+                ", ".join(row.dtypes),
+                str(row.tensors),
+                count(row.parameters),
+                size(row.bytes),
+                *(measured or ("", "", "")),
+            )
+        )
+    total = (sum(r.tensors for r in rows), sum(r.parameters for r in rows), sum(r.bytes for r in rows))
+    table.append(("total", "", str(total[0]), count(total[1]), size(total[2]), "", "", ""))
+    columns = ("role", "dtype", "tensors", "parameters", "bytes", "measured", "kurtosis", "residual rank")
+    print_table(columns, table, title=title, left=2)
+
+
+def _inspect_packed(path: Path, json: bool) -> None:
+    from trilobite.checkpoint.packed import read_report
+    from trilobite.checkpoint.source import open_source
+    from trilobite.checkpoint.summary import bytes_on_disk
+    from trilobite.quantize.report import report
+
+    found = read_report(path)
+    open_source(str(path))
+    made = report(found["tensors"], bytes_on_disk=bytes_on_disk(path))
+    recipe = found["identity"]["recipe"]["name"]
+    if json:
+        head = {"path": str(path), "kind": "packed", "format_version": found["format_version"]}
+        head |= {"recipe": recipe, "rank": found["rank"], "source": found["source"]}
+        print_json(head | made.to_dict())
+        return
+    ranks = f", ranks {found['rank']}" if found["rank"] else ""
+    print_report(
+        made, f"{path}: packed from {found['source']} with {recipe}{ranks}, format {found['format_version']}"
+    )
+    print_kept(made)
+
+
+def doctor(json: JsonOption = False) -> None:
+    """Show what this machine offers.
+
+    Versions, processor, memory and its measured bandwidth, the kernels chosen and why.
+
+    \b
+    Example: trilobite doctor --json
+    """
+    from trilobite.doctor import examine
+
+    found = examine()
+    if json:
+        print_json(found)
+    else:
+        for key, value in found.items():
+            print(f"{key.replace('_', ' '):<15} {_flat(value)}")
+
+
+def _flat(value: Any) -> str:
+    """Nested plain data on one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {_flat(v)}" for key, v in value.items())
+    if isinstance(value, list):
+        return " ".join(_flat(v) for v in value) or "none"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def version() -> None:
+    """Print the version."""
+    from trilobite import __version__
+
+    print(f"trilobite {__version__}")

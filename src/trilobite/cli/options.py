@@ -1,0 +1,99 @@
+"""Options that several commands share, with their help."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trilobite.recipe import Recipe, load_recipe, parse_role, recipe_from_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+RecipeOption = Annotated[
+    str,
+    typer.Option(
+        "--recipe",
+        "-r",
+        help="A preset (`trilobite recipes` lists them) or a YAML file.",
+        metavar="NAME|FILE",
+    ),
+]
+KeepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Keep a role in 16 bit; repeat it for several: --keep head --keep attention.", metavar="ROLE"
+    ),
+]
+GroupOption = Annotated[
+    int | None,
+    typer.Option(
+        "--group-size", help="Columns that share a scale: 32, 64, 128; 0 = a whole row.", metavar="G"
+    ),
+]
+RankOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rank",
+        help="Ranks of the compensators: a sum of uniform-r, dense-r, sparse-r, kurtosis-r, frequency-r, "
+        "for example dense-h/8+kurtosis-16 (h = hidden size); '' = none.",
+        metavar="POLICY",
+    ),
+]
+MethodOption = Annotated[
+    str | None, typer.Option("--method", help="How codes are found: rtn, search or hqq.", metavar="METHOD")
+]
+CompensatorOption = Annotated[
+    str | None,
+    typer.Option("--compensator", help="How compensators are stored: int3, int8 or fp16.", metavar="FORMAT"),
+]
+IterationsOption = Annotated[
+    int | None, typer.Option("--iterations", help="Most rounds of MiLo's alternation (20).", metavar="N")
+]
+StatsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--stats", help="Expert frequencies from `trilobite stats`, for a frequency-r rank.", metavar="FILE"
+    ),
+]
+UnmatchedOption = Annotated[
+    bool, typer.Option("--keep-unmatched", help="Keep tensors of unknown role in 16 bit instead of stopping.")
+]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.", metavar="REV")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def chosen_recipe(
+    name: str,
+    *,
+    keep: list[str] | None,
+    group_size: int | None,
+    rank: str | None,
+    method: str | None,
+    compensator: str | None,
+    iterations: int | None,
+) -> Recipe:
+    """The recipe with what the command line changes in it; what changed becomes part of its name."""
+    recipe = load_recipe(name)
+    if group_size is not None:
+        recipe = recipe.with_group(group_size)
+    wanted = {"rank": rank, "compensator": compensator, "iterations": iterations}
+    changes: dict[str, Any] = {key: value for key, value in wanted.items() if value is not None}
+    data = recipe.to_dict() | changes
+    if method is not None:
+        data["rules"] = [rule | {"method": method} for rule in data["rules"]]
+    changed = [*changes, *(["method"] if method else []), *(["group"] if group_size is not None else [])]
+    recipe = replace(recipe_from_dict(data, recipe.name), name="+".join([recipe.name, *changed]))
+    return recipe.keeping(tuple(parse_role(role) for part in keep or () for role in part.split(",")))
+
+
+def frequencies(path: Path | None) -> "Mapping[int, Sequence[int]] | None":
+    """Expert frequencies from a file, where one is given."""
+    if path is None:
+        return None
+    from trilobite.evaluate.frequency import load_frequency
+
+    return load_frequency(path)

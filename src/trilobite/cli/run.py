@@ -1,0 +1,143 @@
+"""generate, chat: text from a model."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trilobite.cli.console import note, print_json, quiet
+from trilobite.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from trilobite.runtime.generate import Chat, Generated
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A packed or an original checkpoint: folder or hub id.", metavar="MODEL")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.", metavar="DEVICE")]
+SeedOption = Annotated[int | None, typer.Option(help="Same seed, same text.", metavar="S")]
+TemperatureOption = Annotated[
+    float, typer.Option(help="0 = always the likeliest token; 0.7 = livelier.", min=0.0, metavar="T")
+]
+TopPOption = Annotated[
+    float,
+    typer.Option(
+        help="Sample among the likeliest tokens of this total probability.", min=0.0, max=1.0, metavar="P"
+    ),
+]
+
+
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(help="What to continue.", metavar="PROMPT")],
+    tokens: Annotated[
+        int, typer.Option("-n", "--tokens", help="At most so many tokens.", min=1, metavar="N")
+    ] = 64,
+    seed: SeedOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    device: DeviceOption = "cpu",
+    json: JsonOption = False,
+) -> None:
+    """Continue a prompt.
+
+    The text streams to standard output, the speed goes to standard error.
+
+    \b
+    Example: trilobite generate mixtral-3bit "The sea is" -n 64 --temperature 0.7 --seed 1
+    """
+    from trilobite import load
+    from trilobite.runtime import generate as runtime
+    from trilobite.runtime.load import load_tokenizer
+
+    with quiet():
+        sampling = runtime.Sampling(temperature=temperature, top_p=top_p, seed=seed)
+        loaded, tokenizer = load(model, device=device), load_tokenizer(model)
+        if not json:
+            _write(prompt)
+        made = runtime.generate(
+            loaded, tokenizer, prompt, tokens=tokens, sampling=sampling, on_text=None if json else _write
+        )
+    if json:
+        print_json(
+            {
+                "prompt": prompt,
+                "text": made.text,
+                "prompt_tokens": made.prompt_tokens,
+                "tokens": made.tokens,
+                "stop": made.stop,
+                "prompt_seconds": round(made.prompt_seconds, 4),
+                "seconds": round(made.seconds, 4),
+                "tokens_per_second": round(made.tokens_per_second, 3),
+            }
+        )
+    else:
+        _write("\n")
+        note(_speed(made))
+
+
+def chat(
+    model: ModelArgument,
+    tokens: Annotated[
+        int, typer.Option("-n", "--tokens", help="At most so many tokens an answer.", min=1, metavar="N")
+    ] = 256,
+    seed: SeedOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Talk with a model.
+
+    /reset forgets the conversation, /quit (or Ctrl-D) ends it. Input may be piped. A model without a chat
+    template continues your text instead.
+
+    \b
+    Example: trilobite chat mixtral-3bit --temperature 0.7
+    """
+    from trilobite import load
+    from trilobite.runtime.generate import Chat, Sampling
+    from trilobite.runtime.load import load_tokenizer
+
+    with quiet():
+        sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+        talk = Chat(load(model, device=device), load_tokenizer(model), sampling)
+        if not talk.has_template:
+            note("this model has no chat template: it continues your text instead of answering")
+        note("/reset forgets the conversation, /quit ends it")
+        _converse(talk, tokens)
+
+
+def _converse(talk: "Chat", tokens: int) -> None:
+    from trilobite.errors import EvaluationError
+
+    while True:
+        if sys.stdin.isatty():
+            _write("> ")
+        line = sys.stdin.readline()
+        message = line.strip()
+        if not line or message == "/quit":
+            return
+        if message == "/reset":
+            talk.reset()
+            note("forgotten")
+        elif message:
+            try:
+                made = talk.ask(message, tokens=tokens, on_text=_write)
+            except EvaluationError as e:
+                note(f"error: {e}")
+                continue
+            _write("\n")
+            note(_speed(made))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _speed(made: "Generated") -> str:
+    stop = {"end": "", "length": "", "context": "; stopped where the model's context ends"}[made.stop]
+    return (
+        f"{made.tokens} tokens, {made.tokens_per_second:.1f} tokens/s; "
+        f"prompt of {made.prompt_tokens} tokens in {made.prompt_seconds:.2f} s{stop}"
+    )

@@ -1,0 +1,53 @@
+"""What the command line measures on a text file: a model's score, and how often its experts are used."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trilobite.evaluate.frequency import expert_frequency
+from trilobite.evaluate.perplexity import Score, score, tokenize_file, windows
+
+LOGITS_BYTES = 256 * 2**20
+"""A forward pass over a batch of windows makes at most this much of logits, in fp32."""
+MAX_BATCH = 16
+Progress = Callable[[int, int], None]
+
+
+def fitting_batch(model: PreTrainedModel, context: int) -> int:
+    """How many windows may go through the model at a time."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    return max(1, min(MAX_BATCH, LOGITS_BYTES // (4 * vocabulary * max(1, context))))
+
+
+def score_file(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Path,
+    *,
+    context: int,
+    batch: int | None = None,
+    reference: PreTrainedModel | None = None,
+    progress: Progress | None = None,
+) -> Score:
+    """Perplexity on a text file, with a reference also the distance to it. Raises EvaluationError."""
+    ids = tokenize_file(tokenizer, text)
+    batch = batch or fitting_batch(model, context)
+    name = str(Path(model.name_or_path).resolve())
+    scores = score({name: model}, ids, context=context, batch=batch, reference=reference, progress=progress)
+    return scores[name]
+
+
+def count_experts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Path,
+    *,
+    context: int,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[int, list[int]], int]:
+    """Expert frequency on the first `samples` windows of a text (None = all), and the tokens read."""
+    ids = windows(tokenize_file(tokenizer, text), context)[:samples]
+    batch = fitting_batch(model, context)
+    return expert_frequency(model, ids, batch=batch, progress=progress), ids.numel()

@@ -1,0 +1,20 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny tensors gain nothing from threads, and test machines share their cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of trained checkpoints and evaluation text; tests that need it skip where it is absent."""
+    if not (SHARED / "models").is_dir():
+        pytest.skip(f"{SHARED}: no trained checkpoints here")
+    return SHARED

@@ -1,0 +1,364 @@
+"""Every command on a tiny random Mixtral, as a user would call it; every mistake is one line and a status."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from architectures import build_checkpoint
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trilobite import cli
+from trilobite.cli import console
+from trilobite.quantize import compress as loop
+from trilobite.recipe import PRESETS, load_recipe
+
+TEXT = "the old man looked at the sea and the sea looked back. " * 30
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert self.status == 0, self.err
+        return json.loads(self.out)
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call `trilobite ...` in this process."""
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    def call(*args: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["trilobite", *map(str, args)])
+        monkeypatch.setattr(os, "_exit", leave)
+        status: object = 0
+        try:
+            cli.main()
+        except SystemExit as e:
+            status = e.code or 0
+        captured = capsys.readouterr()
+        return Outcome(int(str(status)), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "original"
+    build_checkpoint("mixtral", path, dtype=torch.bfloat16)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def packed(original: Path) -> Path:
+    path = original.parent / "packed"
+    loop.compress(str(original), path, load_recipe("rtn3"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(original: Path) -> Path:
+    path = original.parent / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+# Making.
+
+
+def test_compress_counts_every_byte(run: Run, original: Path, tmp_path: Path) -> None:
+    done = run("compress", original, tmp_path / "out", "--recipe", "milo-s1", "--json").json
+    on_disk = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert done["bytes_on_disk"] == on_disk
+    assert done["bits_per_weight"] == pytest.approx(on_disk * 8 / done["parameters"], rel=1e-4)
+    assert done["roles"]["expert"]["tensors"] == 24
+    assert 0 < done["roles"]["expert"]["error"] < 0.5
+    assert done["roles"]["attention"]["rank"]["mean"] > 0
+    assert {row["role"] for row in done["kept"]} == {"embedding", "router", "norm"}
+    assert done["seconds"] > 0
+    assert len(done["slowest"]) == 5
+
+
+def test_compress_prints_tables_without_control_characters(run: Run, original: Path, tmp_path: Path) -> None:
+    first = run("compress", original, tmp_path / "out", "-r", "rtn3", "--jobs", 1, "--device", "cpu")
+    assert first.status == 0, first.err
+    assert "\x1b" not in first.out + first.err
+    assert "\r" not in first.out + first.err
+    for expected in (
+        "other files",
+        "total",
+        "slowest tensors",
+        "embedding stays in 16 bit",
+        "bits per weight",
+    ):
+        assert expected in first.out
+    again = run("compress", original, tmp_path / "out", "-r", "rtn3")
+    assert again.status == 0
+    assert "already complete" in again.err
+    other = run("compress", original, tmp_path / "out", "-r", "search3")
+    assert other.status == 1
+    assert "differs in its recipe" in other.err
+
+
+def test_ctrl_c_says_how_far_it_came_and_the_same_command_continues(
+    run: Run, original: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    quantize_line = loop.quantize_line
+
+    def interrupt(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            raise KeyboardInterrupt
+        return quantize_line(*args)
+
+    command = ("compress", original, tmp_path / "out", "-r", "rtn3", "--jobs", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "quantize_line", interrupt)
+        stopped = run(*command)
+    assert stopped.status == console.INTERRUPTED
+    done = int(stopped.err.split()[1])
+    assert 9 <= done < 30
+    assert stopped.err == (f"interrupted: {done} of 40 tensors are done; run the same command to continue\n")
+    assert run(*command).status == 0
+    names = {p.name for p in packed.iterdir()}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == names
+    assert all((tmp_path / "out" / n).read_bytes() == (packed / n).read_bytes() for n in names)
+
+
+def test_plan_prints_and_writes_nothing(run: Run, original: Path) -> None:
+    before = sorted(original.parent.iterdir())
+    shown = run("plan", original, "-r", "milo-s1", "--tensors")
+    assert "block_sparse_moe.experts.3.w2.weight" in shown.out
+    assert "Nothing was written" in shown.out
+    data = run("plan", original, "-r", "milo-s1", "--json").json
+    assert len(data["tensors"]) == 40
+    assert sorted(original.parent.iterdir()) == before
+
+
+def test_options_change_the_recipe(run: Run, original: Path) -> None:
+    options = ["--group-size", 32, "--method", "hqq", "--rank", "dense-8", "--compensator", "int8"]
+    data = run(
+        "plan",
+        original,
+        "-r",
+        "rtn3",
+        *options,
+        "--iterations",
+        3,
+        "--keep",
+        "head",
+        "--keep",
+        "expert",
+        "--json",
+    ).json
+    assert data["recipe"]["name"] == "rtn3+rank+compensator+iterations+method+group+keep"
+    assert data["recipe"]["iterations"] == 3
+    rows = {row["name"]: row for row in data["tensors"]}
+    attention = rows["model.layers.0.self_attn.q_proj.weight"]
+    assert (attention["format"], attention["method"], attention["rank"]) == ("int3-g32", "hqq", 8)
+    assert attention["compensator"] == "int8"
+    assert rows["lm_head.weight"]["kept"] == "kept by the recipe"
+    assert {row["kept"] for row in data["tensors"] if row["role"] == "expert"} == {"kept by the recipe"}
+
+
+def test_recipes_prints_files_that_can_be_read_back(run: Run, tmp_path: Path) -> None:
+    listed = run("recipes")
+    assert all(f"{name} " in listed.out for name in PRESETS)
+    assert run("recipes", "--json").json.keys() == PRESETS.keys()
+    file = tmp_path / "mine.yaml"
+    file.write_text(run("recipes", "milo-s2").out)
+    assert load_recipe(str(file)) == PRESETS["milo-s2"]
+
+
+# Looking.
+
+
+def test_inspect_original(run: Run, original: Path) -> None:
+    data = run("inspect", original, "--samples", 2, "--json").json
+    assert data["kind"] == "original"
+    assert data["model_type"] == "mixtral"
+    sample = data["roles"]["expert"]["sample"]
+    assert sample["matrices"] == 2
+    assert abs(sample["kurtosis"]) < 0.5  # random normal weights
+    assert 0 < sample["share"] < 1
+    assert data["roles"]["embedding"]["dtypes"] == {"BF16": 1}
+    assert data["tensor_bytes"] == 2 * data["parameters"]
+    assert "residual rank" in run("inspect", original, "--all").out
+
+
+def test_inspect_packed(run: Run, packed: Path) -> None:
+    data = run("inspect", packed, "--json").json
+    assert data["kind"] == "packed"
+    assert data["recipe"] == "rtn3"
+    assert data["bytes_on_disk"] == sum(p.stat().st_size for p in packed.iterdir())
+    assert data["roles"]["head"]["formats"] == {"int8-g64": 1}
+    assert "int3-g64, int3-g32" in run("inspect", packed).out
+
+
+def test_doctor(run: Run) -> None:
+    data = run("doctor", "--json").json
+    assert data["versions"]["torch"] == torch.__version__
+    assert data["read_bandwidth"]["GB_per_s"] > 0
+    assert data["kernels"]["backend"]
+    assert "kernels" in run("doctor").out
+
+
+def test_version(run: Run) -> None:
+    assert run("version").out.startswith("trilobite ")
+
+
+# Running.
+
+
+def test_generate_is_greedy_and_repeatable(run: Run, packed: Path) -> None:
+    first = run("generate", packed, "the sea", "-n", 8, "--json").json
+    assert first["tokens"] <= 8
+    assert first["prompt_tokens"] == 7
+    streamed = run("generate", packed, "the sea", "-n", 8)
+    assert streamed.out == f"the sea{first['text']}\n"
+    assert "tokens/s" in streamed.err
+
+
+def test_generate_with_a_seed(run: Run, packed: Path) -> None:
+    sampled = ("generate", packed, "the sea", "-n", 12, "--temperature", 5, "--json", "--seed")
+    texts = [run(*sampled, seed).json["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_stops_where_the_context_ends(run: Run, original: Path) -> None:
+    made = run("generate", original, "x" * 250, "-n", 64, "--temperature", 5, "--seed", 1, "--json").json
+    assert made["stop"] in ("context", "end")
+    assert made["tokens"] <= 6
+
+
+def test_chat_takes_piped_input(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("the sea\n/reset\n\nthe sea\n" + "x" * 300 + "\n/quit\nno\n")
+    )
+    talked = run("chat", packed, "-n", 8)
+    assert talked.status == 0
+    assert "no chat template" in talked.err
+    assert "forgotten" in talked.err
+    assert talked.err.count("tokens/s") == 2
+    assert "the model was made for 256" in talked.err
+    first, second = talked.out.splitlines()[:1], talked.out.splitlines()[-1:]
+    assert first
+    assert second
+
+
+# Measuring.
+
+
+def test_eval_with_reference(run: Run, original: Path, packed: Path, text: Path) -> None:
+    command = ("eval", packed, "--text", text, "--context", 64, "--reference", original)
+    data = run(*command, "--batch", 4, "--json").json
+    assert data["kl"] > 0
+    assert 0 < data["top1"] <= 1
+    assert data["perplexity"] > 1
+    assert data["windows"] == len(TEXT) // 64
+    assert "KL divergence" in run(*command).out
+
+
+def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "stats.json"
+    shown = run("stats", original, "--text", text, "-o", file, "--context", 64, "--samples", 3)
+    assert "192 tokens" in shown.out
+    data = run("stats", original, "--text", text, "-o", file, "--context", 64, "--json").json
+    assert data["layers"].keys() == {"0", "1"}
+    options = ("-r", "rtn3", "--rank", "frequency-4", "--json", "--stats", file)
+    ranks = [r["rank"] for r in run("plan", original, *options).json["tensors"] if r["role"] == "expert"]
+    assert sum(ranks) > 0
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plan {tmp}/none -r rtn3", "no such folder"),
+        ("generate {tmp}/none hello", "no such folder"),
+        ("plan {original} -r rtn4", "presets are rtn3, hqq3"),
+        ("plan {original} -r {tmp}/bad.yaml", "not valid YAML"),
+        ("plan {original} -r {tmp}/typo.yaml", "unknown key 'fromat'"),
+        ("plan {original} -r rtn3 --keep experts", "role 'experts': expected one of attention, expert"),
+        ("plan {original} -r rtn3 --group-size 50", "expected int{{2,3,4,8}}"),
+        ("plan {original} -r rtn3 --method rnt", "method 'rnt'; expected one of rtn"),
+        ("plan {original} -r rtn3 --rank frequency-4", "run `trilobite stats MODEL"),
+        ("plan {original} -r rtn3 --stats {tmp}/none.json", "measure frequencies first"),
+        ("compress {original} {tmp} -r rtn3", "is not empty"),
+        ("compress {packed} {tmp}/out -r rtn3", "already packed"),
+        ("compress {original} {tmp}/out -r rtn3 --device tpu", "device 'tpu'"),
+        ("inspect {tmp}", "config.json: missing"),
+        ("generate {packed} ''", "the prompt is empty"),
+        ("eval {packed} --text {text}", "use a smaller --context"),
+        ("eval {packed} --text {tmp}/none.txt --context 64", "cannot be read"),
+        ("stats {original} --text {text} --samples 1 --context 64 -o {tmp}/none/s.json", "cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    run: Run, original: Path, packed: Path, text: Path, tmp_path: Path, command: str, message: str
+) -> None:
+    (tmp_path / "bad.yaml").write_text("rules: [\n  {roles: [expert")
+    (tmp_path / "typo.yaml").write_text(yaml.safe_dump({"rules": [{"fromat": "int3-g64"}]}))
+    folders = {"original": original, "packed": packed, "text": text, "tmp": tmp_path}
+    words = [word.format(**folders).strip("'") for word in command.split()]
+    failed = run(*words)
+    assert failed.status == 1
+    assert failed.out == ""
+    assert failed.err.startswith("error: ")
+    assert failed.err.count("\n") == 1
+    assert message.format() in failed.err
+
+
+@pytest.mark.parametrize(
+    "command", ["", "bogus", "compress only", "plan x", "eval x", "plan x -r rtn3 --jobs 1"]
+)
+def test_wrong_usage_is_status_2(run: Run, command: str) -> None:
+    assert run(*command.split()).status == 2
+
+
+# The process itself.
+
+
+def _process(*args: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    script = "import sys; sys.argv = ['trilobite']; import trilobite.cli; sys.exit('torch' in sys.modules)"
+    assert _process("-c", script).returncode == 0
+
+
+def test_the_command_registers_when_it_loads_a_model(packed: Path) -> None:
+    done = _process("-m", "trilobite", "generate", str(packed), "the sea", "-n", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the sea")
+    assert done.stderr.count("\n") == 1

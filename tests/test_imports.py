@@ -1,0 +1,171 @@
+"""The directions of imports that docs and DESIGN promise, read off the syntax trees."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src" / "trilobite"
+FILES = sorted(SRC.rglob("*.py"))
+
+# What each part may import, itself aside. `errors, recipe <- checkpoint <- formats <- quantize` and
+# `formats <- kernels <- runtime <- evaluate`: an arrow is a direction, so further back is allowed too.
+BASE = {"errors", "recipe"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "recipe": {"errors"},
+    "models": {"errors"},
+    "checkpoint": BASE,
+    "formats": BASE | {"checkpoint"},
+    "quantize": BASE | {"checkpoint", "formats", "kernels", "__init__"},
+    "kernels": BASE | {"formats"},
+    "runtime": BASE | {"checkpoint", "formats", "kernels", "models"},
+    "evaluate": BASE | {"checkpoint", "formats", "kernels", "models", "runtime"},
+}
+BELOW_INTEGRATIONS = {*ALLOWED, "__init__"}
+"""`integrations` may import everything below the command line; `cli`, `__main__`, `doctor` and the package anything."""
+TOP = {"cli", "__main__", "doctor", "__init__"}
+NATIVE = ("trilobite.kernels.cpu", "trilobite.kernels.native")
+SHARED_KERNELS = {"trilobite.kernels", *(f"trilobite.kernels.{m}" for m in ("ops", "expert_table", "reference"))}
+
+
+def part_of(path: Path) -> str:
+    """`quantize/milo.py` -> quantize, `errors.py` -> errors."""
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module of ours that a file imports, in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "trilobite")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import hides what it imports"
+            if (node.module or "").split(".")[0] == "trilobite":
+                for a in node.names:
+                    yield _module(node.module or "", a.name)
+
+
+def _module(module: str, name: str) -> str:
+    """`from trilobite.kernels import ops` imports the module trilobite.kernels.ops."""
+    inside = SRC.joinpath(*module.split(".")[1:], name)
+    return f"{module}.{name}" if inside.is_dir() or inside.with_suffix(".py").exists() else module
+
+
+def forbidden(path: Path, tree: ast.AST) -> list[str]:
+    """The imports of a file that point the wrong way."""
+    part = part_of(path)
+    wrong = []
+    for module in imports(tree):
+        target = (module.split(".") + ["__init__"])[1]
+        if part == target or part in TOP:
+            continue
+        allowed = BELOW_INTEGRATIONS if part == "integrations" else ALLOWED.get(part, set())
+        if target not in allowed:
+            wrong.append(module)
+        if part == "quantize" and target == "kernels" and not module.startswith(NATIVE):
+            wrong.append(module)
+    return wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_point_one_way(path: Path) -> None:
+    assert forbidden(path, ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("quantize/rtn.py", "from trilobite.runtime.load import load"),
+        ("quantize/rtn.py", "from trilobite.kernels import ops"),
+        ("quantize/rtn.py", "from trilobite.kernels.reference import linear"),
+        ("runtime/load.py", "import trilobite.quantize.compress"),
+        ("runtime/load.py", "from trilobite import quantize"),
+        ("formats/affine.py", "from trilobite.quantize.rtn import rtn"),
+        ("formats/affine.py", "def f():\n    from trilobite.kernels import ops"),
+        ("kernels/ops.py", "from trilobite.checkpoint.packed import PARTIAL"),
+        ("checkpoint/packed.py", "from trilobite.formats import weight"),
+        ("recipe.py", "from trilobite.checkpoint import source"),
+        ("errors.py", "from trilobite.recipe import Role"),
+        ("models/deepseek.py", "from trilobite.recipe import Role"),
+        ("integrations/transformers.py", "from trilobite.cli import main"),
+        ("evaluate/perplexity.py", "from trilobite.quantize.stats import kurtosis"),
+        ("newcomer/a.py", "from trilobite.recipe import Role"),
+    ],
+)
+def test_a_wrong_import_is_noticed(path: str, line: str) -> None:
+    assert forbidden(SRC / path, ast.parse(line))
+
+
+@pytest.mark.parametrize("line", ["from trilobite.kernels import cpu_quantize", "from trilobite.formats import affine"])
+def test_a_right_import_is_accepted(line: str) -> None:
+    assert forbidden(SRC / "quantize/rtn.py", ast.parse(line)) == []
+
+
+def test_backends_are_imported_by_the_operators_only() -> None:
+    """Others ask kernels/ops.py; the quantizers have a native module of their own, and doctor reports the machine."""
+    backends = {
+        f"trilobite.kernels.{p.stem}" for p in (SRC / "kernels").glob("*.py") if p.stem.startswith(("cpu", "triton"))
+    }
+    for path in FILES:
+        name = str(path.relative_to(SRC))
+        found = set(imports(ast.parse(path.read_text()))) & backends
+        allowed: set[str] = set()
+        if name == "kernels/ops.py":
+            allowed = backends
+        elif name.startswith("quantize/"):
+            allowed = {m for m in backends if m.startswith("trilobite.kernels.cpu_")}
+        elif name.startswith("cli/") or name in ("doctor.py", "cli.py"):
+            allowed = {"trilobite.kernels.cpu"}
+        elif name.startswith("kernels/"):
+            allowed = {m for m in backends if Path(name).stem != m.rsplit(".", 1)[1]} if "cpu" in name else set()
+        assert found <= allowed, name
+
+
+def test_everything_has_a_place() -> None:
+    known = {*ALLOWED, *TOP, "integrations"}
+    assert {part_of(p) for p in FILES} <= known
+    assert len(FILES) > 30
+
+
+def test_no_drawer_of_utilities() -> None:
+    assert [p for p in FILES if p.stem in ("utils", "util", "helpers", "common", "misc")] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_no_pickles_and_no_code_from_checkpoints(path: Path) -> None:
+    assert dangers(ast.parse(path.read_text())) == []
+
+
+def dangers(tree: ast.AST) -> list[str]:
+    """Calls and imports that could run what lies in a checkpoint."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+            found += [n for n in names if n.split(".")[0] in ("pickle", "cPickle", "dill", "joblib", "shelve", "marshal")]
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in ("torch.load", "numpy.load", "np.load", "eval", "exec", "yaml.load", "os.system"):
+                found.append(called)
+            found += [
+                "trust_remote_code"
+                for k in node.keywords
+                if k.arg == "trust_remote_code" and isinstance(k.value, ast.Constant) and k.value.value is True
+            ]
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "yaml.load(f)",
+        "Auto.from_pretrained(x, trust_remote_code=True)",
+    ],
+)
+def test_dangers_are_noticed(code: str) -> None:
+    assert dangers(ast.parse(code))
