@@ -29,7 +29,8 @@ QuantizeTile tile_at(const trilobite_quantize_args &a, int64_t band, int64_t g, 
   t.start_offset = a.start_offset ? a.start_offset + line : nullptr;
   t.scale = a.scale + line;
   t.offset = a.offset ? a.offset + line : nullptr;
-  t.dequantized = a.dequantized ? a.dequantized + first : nullptr;
+  t.original = a.original ? a.original + first : nullptr;
+  t.values = a.values ? a.values + first : nullptr;
   t.packed = a.packed ? a.packed + (band * groups + g) * tile : nullptr;
   t.scratch = scratch;
   t.ld = a.k;
@@ -38,6 +39,7 @@ QuantizeTile tile_at(const trilobite_quantize_args &a, int64_t band, int64_t g, 
   t.group = (int)a.group;
   t.bits = (int)a.bits;
   t.method = (int)a.method;
+  t.steps = (int)a.steps;
   t.symmetric = a.symmetric != 0;
   return t;
 }

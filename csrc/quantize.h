@@ -11,11 +11,12 @@ struct QuantizeTile {
   const float *w;                            // [rows, ld], the first column of the group
   const float *start_scale, *start_offset;   // [rows] at stride line_ld, or NULL
   float *scale, *offset;                     // [rows] at stride line_ld: the line found, before fp16
-  float *dequantized;                        // [rows, ld] or NULL
+  const float *original;                     // [rows, ld] or NULL
+  float *values;                             // [rows, ld] or NULL: what is stored, taken from `original` where given
   uint8_t *packed;                           // the tile, or NULL
   void *scratch;                             // (64 + 16) * group bytes, 64-byte aligned
   int64_t ld, line_ld;
-  int rows, group, bits, method;
+  int rows, group, bits, method, steps;
   bool symmetric;
 };
 

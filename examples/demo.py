@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import trilobite
 from trilobite.evaluate.perplexity import Score, score, tokenize_file
-from trilobite.runtime.generate import generate_text
+from trilobite.runtime.generate import Sampling, generate
 from trilobite.runtime.load import load_tokenizer
 
 HERE = Path(__file__).parent
@@ -21,6 +22,7 @@ MODEL, TEXT, OUTPUT = HERE / "tiny-moe", HERE / "heldout.txt", HERE.parent / "de
 RECIPES = ("rtn3", "search3", "milo-s1", "milo-s2")
 PROMPT = "The old man looked at the sea and"
 CONTEXT, BATCH = 256, 16
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=1)
 
 
 def main() -> None:
@@ -40,16 +42,19 @@ def main() -> None:
     ids = tokenize_file(tokenizer, TEXT)
     with torch.inference_mode():
         scores = score(models, ids, context=CONTEXT, batch=BATCH, reference=models["16 bit"])
-        samples = {name: generate_text(model, tokenizer, PROMPT, tokens=32) for name, model in models.items()}
+        samples = {
+            name: generate(model, tokenizer, PROMPT, tokens=40, sampling=SAMPLING).text
+            for name, model in models.items()
+        }
     console.print(_table(folders, scores, seconds))
     for name, sample in samples.items():
-        console.print(f"[bold]{name}[/bold]: {' '.join(sample.split())}", highlight=False)
+        console.print(f"\n[bold]{name}[/bold]: {PROMPT}[italic]{escape(sample)}[/italic]", highlight=False)
 
 
 def _table(folders: dict[str, Path], scores: dict[str, Score], seconds: dict[str, float]) -> Table:
     parameters = sum(p.numel() for p in trilobite.load(str(MODEL)).parameters())
     table = Table(title=f"perplexity on {TEXT.name}, context {CONTEXT}")
-    for column in ("recipe", "MB on disk", "bits/weight", "perplexity", "KL (nats)", "top-1", "seconds"):
+    for column in ("recipe", "MB", "bits/weight", "perplexity", "KL", "top-1", "seconds"):
         table.add_column(column, justify="left" if column == "recipe" else "right")
     for name, folder in folders.items():
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))

@@ -99,9 +99,7 @@ static inline QuantizeLine refit(const QuantizeGroup &g, const QuantizeLine &lin
   return {scale, mean_w - scale * (mean_q + middle)};
 }
 
-constexpr int SEARCH_STEPS = 8;  // as STEPS of search.py
-
-static QuantizeLine fit_search(const QuantizeGroup &g, const QuantizeLine *start) {
+static QuantizeLine fit_search(const QuantizeGroup &g, const QuantizeLine *start, int steps) {
   static const float shrinks[9][4] = {{}, {}, {1, .85f, .7f, .55f}, {1, .85f, .7f}, {1, .85f}, {}, {}, {}, {1}};
   const int starts = start ? 1 : g.bits == 2 ? 4 : g.bits == 3 ? 3 : g.bits == 4 ? 2 : 1;
   const QuantizeLine range = start ? *start : fit_rtn(g);
@@ -115,7 +113,7 @@ static QuantizeLine fit_search(const QuantizeGroup &g, const QuantizeLine *start
       const Lanes middle = range.offset + range.scale * (0.5f * g.top());
       line.offset = middle - (middle - range.offset) * factor;
     }
-    for (int step = 0; step <= SEARCH_STEPS; step++) {
+    for (int step = 0; step <= steps; step++) {
       Lanes error;
       const QuantizeLine next = refit(g, line, &error);
       const Bits better = error < least;
@@ -143,12 +141,13 @@ static QuantizeLine fit_hqq(const QuantizeGroup &g) {
   for (int lane = 0; lane < ROWS; lane++) sigma[lane] = __builtin_sqrtf(squares[lane] / n);
   sigma = at_least(sigma, all(1e-30f));
   const Lanes normal = 1.0f / sigma, s = at_least(range.scale / sigma, all(1e-30f)), inverse = 1.0f / s;
-  Lanes z = -(range.offset / sigma) / s, best = z, least = all(__builtin_inff());
+  // Measured from the lowest weight, where z is 0: far from zero, z would be large and rounding would eat the codes.
+  Lanes z = all(0), best = z, least = all(__builtin_inff());
   float beta = HQQ_BETA;
   for (int step = 0; step <= HQQ_ITERATIONS; step++, beta *= HQQ_KAPPA) {
     Lanes loss = all(0), moved = all(0);
     for (int i = 0; i < g.columns; i++) {
-      const Lanes w = g.w[i] * normal;
+      const Lanes w = (g.w[i] - range.offset) * normal;
       const Lanes code = nearest(at_most(at_least(w * inverse + z, all(0)), all(g.top())));
       const Lanes error = w - (code - z) * s;
       const Lanes size = at_least(magnitude(error), all(1e-12f));
@@ -163,7 +162,7 @@ static QuantizeLine fit_hqq(const QuantizeGroup &g) {
     best = choose(better, z, best);
     z = moved / n;
   }
-  return {range.scale, -best * range.scale};
+  return {range.scale, range.offset - best * range.scale};
 }
 
 // The grid as stored: fp16, rounded to nearest even.
@@ -193,32 +192,72 @@ static void pack_block(const uint8_t (*step)[64], int bits, uint8_t *planes) {
   }
 }
 
-// Codes of all columns on the stored grid; `stored` may be NULL, `dequantized` [rows, ld] too.
-static void round_tile(const QuantizeGroup &g, const QuantizeLine &grid, uint8_t *codes, float *dequantized, int64_t ld,
-                       int rows) {
+// Lanes l of m[i] <-> lane i of m[l]. Four rounds, each swapping blocks of half the size.
+static inline void transpose(Lanes m[ROWS]) {
+#ifdef __AVX512F__
+#define SWAP_BLOCKS(S)                                                                                               \
+  {                                                                                                                  \
+    Bits first, second;                                                                                              \
+    for (int l = 0; l < ROWS; l++) first[l] = l & S ? ROWS + l - S : l, second[l] = l & S ? ROWS + l : l + S;        \
+    _Pragma("GCC unroll 16") for (int i = 0; i < ROWS; i++) {                                                        \
+      if (i & S) continue;                                                                                           \
+      const Lanes a = m[i], b = m[i + S];                                                                            \
+      m[i] = __builtin_shuffle(a, b, first);                                                                         \
+      m[i + S] = __builtin_shuffle(a, b, second);                                                                    \
+    }                                                                                                                \
+  }
+  SWAP_BLOCKS(1) SWAP_BLOCKS(2) SWAP_BLOCKS(4) SWAP_BLOCKS(8)
+#undef SWAP_BLOCKS
+#else
+  for (int i = 0; i < ROWS; i++)
+    for (int l = 0; l < i; l++) {
+      const float x = m[i][l];
+      m[i][l] = m[l][i];
+      m[l][i] = x;
+    }
+#endif
+}
+
+// Rows of the matrix to lanes of columns; rows past the end count as zero. Groups are multiples of 32 columns.
+static void load_columns(const QuantizeTile &t, Lanes *columns) {
+  for (int i = 0; i < t.group; i += ROWS) {
+    Lanes *m = columns + i;
+    for (int r = 0; r < ROWS; r++)
+      if (r < t.rows) memcpy(&m[r], t.w + r * t.ld + i, sizeof *m);
+      else m[r] = all(0);
+    transpose(m);
+  }
+}
+
+// Codes of all columns on the stored grid, and what they leave of the original.
+static void round_tile(const QuantizeGroup &g, const QuantizeLine &grid, uint8_t *codes, const QuantizeTile &t) {
   const Lanes inverse = reciprocal(grid.scale);
   const Lanes zero = g.symmetric ? grid.scale * g.bottom() : grid.offset;
   const Lanes top = all((float)((1 << g.bits) - 1));
-  for (int i = 0; i < g.columns; i++) {
-    const Lanes q = nearest(at_most(at_least((g.w[i] - zero) * inverse, all(0)), top));
-    if (codes) {
+  for (int i = 0; i < g.columns; i += ROWS) {
+    Lanes values[ROWS];
+    for (int j = 0; j < ROWS; j++) {
+      const Lanes q = nearest(at_most(at_least((g.w[i + j] - zero) * inverse, all(0)), top));
+      values[j] = q * grid.scale + zero;
+      if (!codes) continue;
       const Bits whole = __builtin_convertvector(q, Bits);
-      uint8_t *at = codes + (i / 4) * 64 + i % 4;
+      uint8_t *at = codes + ((i + j) / 4) * 64 + j % 4;
       for (int r = 0; r < ROWS; r++) at[4 * r] = (uint8_t)whole[r];
     }
-    if (dequantized) {
-      const Lanes value = q * grid.scale + zero;
-      for (int r = 0; r < rows; r++) dequantized[r * ld + i] = value[r];
+    if (!t.values) continue;
+    transpose(values);
+    for (int r = 0; r < t.rows; r++) {
+      Lanes original = all(0);
+      if (t.original) memcpy(&original, t.original + r * t.ld + i, sizeof original);
+      const Lanes left = t.original ? original - values[r] : values[r];
+      memcpy(t.values + r * t.ld + i, &left, sizeof left);
     }
   }
 }
 
-// w [rows, ld]: the tile's part of the matrix; rows past `rows` count as zero.
 static void quantize_tile(const QuantizeTile &t) {
   Lanes *columns = (Lanes *)t.scratch;
-  for (int i = 0; i < t.group; i++) columns[i] = all(0);
-  for (int r = 0; r < t.rows; r++)
-    for (int i = 0; i < t.group; i++) ((float *)(columns + i))[r] = t.w[r * t.ld + i];
+  load_columns(t, columns);
   const QuantizeGroup g{columns, t.group, t.bits, t.symmetric};
   QuantizeLine line{};
   const bool given = t.start_scale != nullptr;
@@ -226,7 +265,7 @@ static void quantize_tile(const QuantizeTile &t) {
     line.scale[r] = t.start_scale[r * t.line_ld];
     line.offset[r] = t.symmetric ? 0.0f : t.start_offset[r * t.line_ld];
   }
-  if (t.method == QUANTIZE_SEARCH) line = fit_search(g, given ? &line : nullptr);
+  if (t.method == QUANTIZE_SEARCH) line = fit_search(g, given ? &line : nullptr, t.steps);
   else if (t.method == QUANTIZE_HQQ) line = fit_hqq(g);
   else line = fit_rtn(g);
   QuantizeLine grid = line;
@@ -239,7 +278,7 @@ static void quantize_tile(const QuantizeTile &t) {
     if (!t.symmetric) t.offset[r * t.line_ld] = line.offset[r];
   }
   uint8_t *codes = t.packed ? (uint8_t *)(columns + t.group) : nullptr;
-  round_tile(g, grid, codes, t.dequantized, t.ld, t.rows);
+  round_tile(g, grid, codes, t);
   if (!t.packed) return;
   for (int r = t.rows; r < ROWS; r++)  // padding rows are zero codes
     for (int i = 0; i < t.group; i++) codes[(i / 4) * 64 + 4 * r + i % 4] = 0;

@@ -26,8 +26,8 @@ class _Args(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("w", "start_scale", "start_offset", "scale", "offset")),
-        *((name, c_void_p) for name in ("dequantized", "packed")),
-        *((name, c_int64) for name in ("rows", "k", "group", "bits", "symmetric", "method", "threads")),
+        *((name, c_void_p) for name in ("original", "values", "packed")),
+        *((name, c_int64) for name in ("rows", "k", "group", "bits", "symmetric", "method", "steps", "threads")),
     )
 
 
@@ -37,30 +37,33 @@ def supports(w: Tensor, fmt: Format, method: str) -> bool:
 
 
 def quantize_band(
-    w: Tensor, fmt: Format, method: str, start: Line | None, *, packed: bool
+    w: Tensor, fmt: Format, method: str, *, start: Line | None, steps: int, original: Tensor, packed: bool
 ) -> tuple[Line, Tensor, Tensor | None]:
     """Quantize a band of rows on the calling thread.
 
-    w: [N, K] fp32    start: [N, K/G] scale and offset to improve on (search only)    packed: whether to make tiles
-    returns: the line [N, K/G] fp32 as found; the values [N, K] fp32 that the stored grid gives; the tiles or None
+    w, original: [N, K] fp32    start: [N, K/G] scale and offset to improve on (search only)    steps: of search
+    packed: whether to make tiles
+    returns: the line [N, K/G] fp32 as found; original minus what is stored [N, K] fp32; the tiles or None
     Raises ShapeError for shapes that do not fit.
     """
     assert _lib is not None
-    assert w.dtype == torch.float32
     n, k = w.shape
     shape = packed_shape(fmt, n, k)
-    w = w.contiguous()
+    w, original = w.contiguous(), original.contiguous()
+    assert w.dtype == original.dtype == torch.float32
+    assert w.shape == original.shape
     scale = torch.empty(n, shape[1])
     offset = None if fmt.symmetric else torch.empty(n, shape[1])
-    values = torch.empty(n, k)
+    residual = torch.empty(n, k)
     tiles = torch.empty(shape, dtype=torch.uint8) if packed else None
-    begin: list[Tensor | None] = [None, None]
+    begin: tuple[Tensor | None, Tensor | None] = (None, None)
     if start is not None and method == "search":
-        begin = [None if part is None else part.float().contiguous() for part in start]
+        begin = start[0].contiguous(), None if start[1] is None else start[1].contiguous()
         if any(part is not None and part.shape != scale.shape for part in begin):
             raise ShapeError(f"quantize: start of shape {list(start[0].shape)}; expected {list(scale.shape)}")
-    pointers = [None if t is None else t.data_ptr() for t in (w, *begin, scale, offset, values, tiles)]
-    sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], 1)
+    tensors = (w, *begin, scale, offset, original, residual, tiles)
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], steps, 1)
     if _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes))):
         raise ShapeError(_lib.trilobite_error().decode())
-    return (scale, offset), values, tiles
+    return (scale, offset), residual, tiles

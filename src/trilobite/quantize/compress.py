@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,10 +117,11 @@ def compress(
         options.on_plan(plan)
     units = {line.matrix.name: _unit(line) for line in plan.lines}
     if (dst / "config.json").exists():
+        shutil.rmtree(dst / PARTIAL, ignore_errors=True)  # an earlier run was killed while it cleaned up
         return Result(plan=plan, records={}, seconds=time.monotonic() - started, fresh=0)
     with PackedWriter(dst, list(units.values()), identity) as writer:
         ranks = {line.matrix.name: line.rank for line in plan.lines if line.rank}
-        (dst / PARTIAL / RANKS).write_text(json.dumps(ranks))
+        writer.note(RANKS, json.dumps(ranks))
         todo = [line for line in plan.lines if line.matrix.name not in writer.done]
         if options.on_line:
             for line in plan.lines:

@@ -7,8 +7,9 @@ EXACT = 512
 """Matrices whose smaller side is at most this are decomposed exactly, through the Gram matrix in float64."""
 OVERSAMPLE = 16
 POWER_ITERATIONS = 3
-WARM_POWER_ITERATIONS = 1
-"""With a subspace of the previous round of MiLo to start from, one iteration tracks the slowly moving residual."""
+WARM_POWER_ITERATIONS = 0
+"""MiLo's rounds start from the subspace of the round before: each is one more power iteration on a residual that moves
+slowly, and its error cannot rise."""
 
 
 def truncated_svd(e: Tensor, rank: int, *, seed: int, start: Tensor | None = None) -> tuple[Tensor, Tensor, float]:

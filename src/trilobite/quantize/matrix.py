@@ -13,7 +13,7 @@ from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import cpu_quantize
 from trilobite.quantize.hqq import hqq
 from trilobite.quantize.rtn import rtn
-from trilobite.quantize.search import search
+from trilobite.quantize.search import STEPS, WARM_STEPS, search
 from trilobite.recipe import Format
 
 Line = tuple[Tensor, Tensor | None]
@@ -26,12 +26,12 @@ BAND = 1 << 18
 class Band:
     """A quantized band of rows.
 
-    line: scale and offset as found, [N, K/G] fp32    values: [N, K] fp32, what the stored grid gives
+    line: scale and offset as found, [N, K/G] fp32    residual: [N, K] fp32, the original minus what is stored
     tiles, super: as stored (formats/affine.py), or None when they were not asked for
     """
 
     line: Line
-    values: Tensor
+    residual: Tensor
     tiles: Tensor | None
     super: Tensor | None
 
@@ -58,22 +58,35 @@ def find_line(w: Tensor, fmt: Format, method: str, start: Line | None = None) ->
     return scale.view(n, -1), None if offset is None else offset.view(n, -1)
 
 
-def quantize_band(w: Tensor, fmt: Format, method: str, start: Line | None = None, *, packed: bool = True) -> Band:
+def quantize_band(
+    w: Tensor,
+    fmt: Format,
+    method: str,
+    *,
+    start: Line | None = None,
+    original: Tensor | None = None,
+    packed: bool = True,
+) -> Band:
     """Find the lines of a band, round it to the grid that they become in storage, and lay it out in tiles.
 
-    w: [N, K] fp32    start: see `find_line`    Runs natively where the library supports it.
+    w: [N, K] fp32    start: see `find_line`    original: [N, K] fp32, what the residual is taken from (default w)
+    packed: whether to make tiles    Runs natively where the library supports it.
     """
+    original = w if original is None else original
     if cpu_quantize.supports(w, fmt, method):
-        line, values, tiles = cpu_quantize.quantize_band(w, fmt, method, start, packed=packed)
+        steps = STEPS if start is None else WARM_STEPS
+        line, residual, tiles = cpu_quantize.quantize_band(
+            w, fmt, method, start=start, steps=steps, original=original, packed=packed
+        )
         affine.check_range(*line)
-        return Band(line=line, values=values, tiles=tiles, super=None)
+        return Band(line=line, residual=residual, tiles=tiles, super=None)
     n, k = w.shape
     line = find_line(w, fmt, method, start)
     grid = affine.make_grid(*line, fmt)
     codes = affine.round_to_grid(w, grid, fmt)
     values = codes.view(n, -1, fmt.group_size(k)).float().mul_(grid.scale[..., None]).add_(grid.offset[..., None])
     tiles = affine.encode(codes, grid, fmt) if packed else None
-    return Band(line=line, values=values.view(n, k), tiles=tiles, super=grid.super)
+    return Band(line=line, residual=original - values.view(n, k), tiles=tiles, super=grid.super)
 
 
 class Tiles:
@@ -87,15 +100,15 @@ class Tiles:
         self.scale = None if scale is None else torch.empty(scale, dtype=torch.uint8, device=device)
         self._error = self._total = 0.0
 
-    def put(self, rows: slice, band: Band, residual: Tensor, original: Tensor) -> None:
-        """Store a band. residual, original: [N, K] fp32, what is left of the weights, and the weights."""
+    def put(self, rows: slice, band: Band, original: Tensor) -> None:
+        """Store a band. original: [N, K] fp32, the weights that errors are measured by."""
         tiles = slice(rows.start // ROWS, -(-rows.stop // ROWS))
         assert band.tiles is not None
         self.packed[tiles] = band.tiles
         if self.scale is not None:
             assert band.super is not None
             self.scale[tiles] = band.super
-        self._error += sum_of_squares(residual)
+        self._error += sum_of_squares(band.residual)
         self._total += sum_of_squares(original)
 
     @property
@@ -120,13 +133,14 @@ def quantize_measured(w: Tensor, fmt: Format, method: str) -> tuple[PackedWeight
     for rows in bands(n, k):
         original = check_finite(w[rows].float())
         band = quantize_band(original, fmt, method)
-        tiles.put(rows, band, original - band.values, original)
+        tiles.put(rows, band, original)
     return PackedWeight(shape=(n, k), packed=tiles.packed, scale=tiles.scale), tiles.relative_error
 
 
 def sum_of_squares(w: Tensor) -> float:
-    """Sum of squares: fp32 inside rows, so that it is fast, fp64 across them."""
-    return float(w.square().sum(-1).double().sum())
+    """Sum of squares of a band, in fp32."""
+    flat = w.flatten()
+    return float(torch.dot(flat, flat))
 
 
 def check_finite(w: Tensor) -> Tensor:

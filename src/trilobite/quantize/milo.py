@@ -106,9 +106,9 @@ def _quantize_residual(
         if last is not None:
             target = torch.addmm(original, last.u[rows], last.v, alpha=-1)
             start = _rows(last.line, rows)
-        band = quantize_band(target, fmt, method, start, packed=False)
-        torch.sub(original, band.values, out=work[rows])
-        total += sum_of_squares(work[rows])
+        band = quantize_band(target, fmt, method, start=start, original=original, packed=False)
+        work[rows] = band.residual
+        total += sum_of_squares(band.residual)
         scales.append(band.line[0])
         offsets.append(band.line[1])
     found = [o for o in offsets if o is not None]
@@ -130,7 +130,7 @@ def _stored(
     for rows in bands(n, k):
         original = w[rows].float()
         target = torch.addmm(original, u[rows], v, alpha=-1)
-        band = quantize_band(target, fmt, method, _rows(best.line, rows))
-        tiles.put(rows, band, target - band.values, original)
+        band = quantize_band(target, fmt, method, start=_rows(best.line, rows))
+        tiles.put(rows, band, original)
     weight = PackedWeight(shape=(n, k), packed=tiles.packed, scale=tiles.scale, lra=lra, lrb=lrb)
     return weight, tiles.relative_error

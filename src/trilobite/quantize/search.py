@@ -15,6 +15,8 @@ SHRINKS = {2: (1.0, 0.85, 0.7, 0.55), 3: (1.0, 0.85, 0.7), 4: (1.0, 0.85), 8: (1
 """Factors on the min-max range to start from, by bits: the fewer codes, the more clipping pays."""
 STEPS = 8
 """Alternations from each start."""
+WARM_STEPS = 2
+"""Alternations from a given start: inside MiLo, whose next round continues where this one stops."""
 
 Line = tuple[Tensor, Tensor | None]
 
@@ -26,14 +28,14 @@ def search(groups: Tensor, fmt: Format, start: Line | None = None) -> Line:
     returns: scale [M], offset [M] or None for a symmetric format
     """
     if start is not None:
-        starts = [start]
+        starts, steps = [start], WARM_STEPS
     else:
         scale, offset = rtn(groups, fmt)
-        starts = [_shrunk(scale, offset, factor, fmt) for factor in SHRINKS[fmt.bits]]
+        starts, steps = [_shrunk(scale, offset, factor, fmt) for factor in SHRINKS[fmt.bits]], STEPS
     best_error = torch.full_like(groups[:, 0], torch.inf)
     best_scale, best_offset = starts[0][0].clone(), None if starts[0][1] is None else starts[0][1].clone()
     for scale, offset in starts:
-        for step in range(STEPS + 1):
+        for step in range(steps + 1):
             codes = _round(groups, scale, offset, fmt)
             error = _error(groups, codes, scale, offset)
             better = error < best_error
@@ -41,7 +43,7 @@ def search(groups: Tensor, fmt: Format, start: Line | None = None) -> Line:
             best_scale = torch.where(better, scale, best_scale)
             if offset is not None and best_offset is not None:
                 best_offset = torch.where(better, offset, best_offset)
-            if step < STEPS:
+            if step < steps:
                 scale, offset = _fit(groups, codes, scale, offset)
     return best_scale, best_offset
 

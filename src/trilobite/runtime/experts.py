@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from trilobite.errors import ArchitectureError
+from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
@@ -46,7 +46,14 @@ class PackedExperts(nn.Module):
                 f"{type(original).__name__}: {len(experts)} of {self.num_experts} experts are packed; "
                 "expected all experts of a layer"
             )
+        expected = {GATE, UP, DOWN} if "gate_up_proj" in self.originals else {UP, DOWN}
         for index in range(self.num_experts):
+            if missing := expected - {PROJECTIONS[name] for name in experts[index]}:
+                parts = " and ".join(("gate", "up", "down")[p] for p in sorted(missing))
+                raise CheckpointError(
+                    f"{type(original).__name__}: expert {index} has no packed {parts}; expected all its matrices: copy "
+                    "the checkpoint again"
+                )
             expert = nn.Module()
             for name, parts in experts[index].items():
                 expert.add_module(name, PackedMatrix(self.shape_of(name), parts))

@@ -1,5 +1,7 @@
 """Load a checkpoint, packed or original, as a transformers model; packed weights stay in the mapped file."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from trilobite.checkpoint.packed import check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
@@ -41,9 +44,10 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
             check_version(quantization.get("format_version"), str(source.path))
             known = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
             config.quantization_config = {**quantization, "tensors": known}
-    model, found = _model_class(config, source).from_pretrained(
-        None, config=config, state_dict=tensors, dtype=dtype or "auto", output_loading_info=True
-    )
+    with _no_progress_bar():
+        model, found = _model_class(config, source).from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype or "auto", output_loading_info=True
+        )
     if found["missing_keys"]:
         names = sorted(found["missing_keys"])
         raise CheckpointError(f"{source.path}: {len(names)} tensors are missing, first {names[0]}; copy it again")
@@ -51,6 +55,18 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
         model.generation_config = GenerationConfig.from_pretrained(source.path)
     model.name_or_path = str(source.path)
     return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Views of mapped files take no time to load; a bar would only clutter the output."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:

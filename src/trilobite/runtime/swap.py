@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from trilobite.errors import ArchitectureError
+from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.weight import SUFFIXES
 from trilobite.runtime.experts import EXPERT_NAME, PackedExperts
 from trilobite.runtime.linear import PackedLinear, PackedMatrix, check_loaded
@@ -36,14 +36,20 @@ def memory_names(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def group_parts(tensors: Mapping[str, Tensor]) -> dict[str, Parts]:
-    """Tensors by name -> parts by module path: `a.q_proj.weight_packed` -> {"a.q_proj": {"packed": ...}}."""
+    """Tensors by name -> parts by module path: `a.q_proj.weight_packed` -> {"a.q_proj": {"packed": ...}}.
+
+    Raises CheckpointError for scales or compensators without codes.
+    """
     groups: dict[str, Parts] = {}
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
         suffix = leaf.removeprefix("weight_")
         if leaf.startswith("weight_") and suffix in SUFFIXES:
             groups.setdefault(path, {})[suffix] = tensor
-    return {path: parts for path, parts in groups.items() if "packed" in parts}
+    for path, parts in groups.items():
+        if "packed" not in parts:
+            raise CheckpointError(f"{path}.weight_packed is missing from the checkpoint; copy it again")
+    return groups
 
 
 def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
