@@ -31,7 +31,9 @@ def read_block(data: np.ndarray, bits: int) -> np.ndarray:
     """One block -> codes [16, 32]."""
     codes = np.zeros((16, 32), np.uint8)
     for r, k in product(range(16), range(32)):
-        codes[r, k] = sum((int(data[byte]) >> bit & 1) << i for i, (byte, bit) in enumerate(positions(bits, r, k)))
+        codes[r, k] = sum(
+            (int(data[byte]) >> bit & 1) << i for i, (byte, bit) in enumerate(positions(bits, r, k))
+        )
     return codes
 
 

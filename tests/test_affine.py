@@ -105,7 +105,11 @@ def test_tile_sizes_by_hand() -> None:
         "int4-channel": 256 * 16 // 2 + 64,
     }
     for text, size in by_hand.items():
-        assert affine.packed_shape(Format.parse(text), 33, 256) == (3, 256 // Format.parse(text).group_size(256), size)
+        assert affine.packed_shape(Format.parse(text), 33, 256) == (
+            3,
+            256 // Format.parse(text).group_size(256),
+            size,
+        )
 
 
 @pytest.mark.parametrize(("bits", "values"), [(4, 256), (3, 128), (2, 128), (8, 256)])
@@ -150,7 +154,9 @@ def test_format_is_read_off_the_shapes(fmt: Format, k: int) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (1, 0, 448), (1, 3, 448), (1, 2, 447), (1, 2, 449), (1, 2, 0), (1, 4, 448)])
+@pytest.mark.parametrize(
+    "shape", [(1, 2), (1, 0, 448), (1, 3, 448), (1, 2, 447), (1, 2, 449), (1, 2, 0), (1, 4, 448)]
+)
 def test_shapes_of_no_format_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError):
         affine.format_of(torch.zeros(shape, dtype=torch.uint8), None, 128)
@@ -198,7 +204,9 @@ def test_a_zeroed_tile_changes_its_weights_and_no_other() -> None:
     w = quantize(weights(48, 128), Format(bits=3, group=64), "rtn")
     broken = w.packed.clone()
     broken[1, 0] = 0
-    changed = affine.decode(broken, None, w.format, (48, 128)) != affine.decode(w.packed, None, w.format, (48, 128))
+    changed = affine.decode(broken, None, w.format, (48, 128)) != affine.decode(
+        w.packed, None, w.format, (48, 128)
+    )
     assert changed[16:32, :64].float().mean() > 0.99
     changed[16:32, :64] = False
     assert not changed.any()

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from trilobite.errors import ShapeError
 from trilobite.formats import affine
-from trilobite.formats.bitpack import BITS, block_bytes, pack_blocks, pack_stream, unpack_blocks, unpack_stream
+from trilobite.formats.bitpack import (
+    BITS,
+    block_bytes,
+    pack_blocks,
+    pack_stream,
+    unpack_blocks,
+    unpack_stream,
+)
 from trilobite.formats.weight import PackedWeight, check, decode_factor, dequantize, encode_factor
 from trilobite.recipe import Format
 
@@ -119,7 +126,11 @@ def test_golden_bytes_are_what_the_specification_says() -> None:
         assert made.keys() == stored.keys()
         for key, value in stored.items():
             # Not the texts: another release of zlib may compress otherwise.
-            same = np.array_equal(make.unpack(made[key]), make.unpack(value)) if isinstance(value, dict) else made[key] == value
+            same = (
+                np.array_equal(make.unpack(made[key]), make.unpack(value))
+                if isinstance(value, dict)
+                else made[key] == value
+            )
             assert same, (stored.get("format"), key)
 
 

@@ -27,7 +27,10 @@ BELOW_INTEGRATIONS = {*ALLOWED, "__init__"}
 """`integrations` may import everything below the command line; `cli`, `__main__`, `doctor` and the package anything."""
 TOP = {"cli", "__main__", "doctor", "__init__"}
 NATIVE = ("trilobite.kernels.cpu", "trilobite.kernels.native")
-SHARED_KERNELS = {"trilobite.kernels", *(f"trilobite.kernels.{m}" for m in ("ops", "expert_table", "reference"))}
+SHARED_KERNELS = {
+    "trilobite.kernels",
+    *(f"trilobite.kernels.{m}" for m in ("ops", "expert_table", "reference")),
+}
 
 
 def part_of(path: Path) -> str:
@@ -98,7 +101,9 @@ def test_a_wrong_import_is_noticed(path: str, line: str) -> None:
     assert forbidden(SRC / path, ast.parse(line))
 
 
-@pytest.mark.parametrize("line", ["from trilobite.kernels import cpu_quantize", "from trilobite.formats import affine"])
+@pytest.mark.parametrize(
+    "line", ["from trilobite.kernels import cpu_quantize", "from trilobite.formats import affine"]
+)
 def test_a_right_import_is_accepted(line: str) -> None:
     assert forbidden(SRC / "quantize/rtn.py", ast.parse(line)) == []
 
@@ -106,7 +111,9 @@ def test_a_right_import_is_accepted(line: str) -> None:
 def test_backends_are_imported_by_the_operators_only() -> None:
     """Others ask kernels/ops.py; the quantizers have a native module of their own, and doctor reports the machine."""
     backends = {
-        f"trilobite.kernels.{p.stem}" for p in (SRC / "kernels").glob("*.py") if p.stem.startswith(("cpu", "triton"))
+        f"trilobite.kernels.{p.stem}"
+        for p in (SRC / "kernels").glob("*.py")
+        if p.stem.startswith(("cpu", "triton"))
     }
     for path in FILES:
         name = str(path.relative_to(SRC))
@@ -119,7 +126,9 @@ def test_backends_are_imported_by_the_operators_only() -> None:
         elif name.startswith("cli/") or name in ("doctor.py", "cli.py"):
             allowed = {"trilobite.kernels.cpu"}
         elif name.startswith("kernels/"):
-            allowed = {m for m in backends if Path(name).stem != m.rsplit(".", 1)[1]} if "cpu" in name else set()
+            allowed = (
+                {m for m in backends if Path(name).stem != m.rsplit(".", 1)[1]} if "cpu" in name else set()
+            )
         assert found <= allowed, name
 
 
@@ -144,7 +153,11 @@ def dangers(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
-            found += [n for n in names if n.split(".")[0] in ("pickle", "cPickle", "dill", "joblib", "shelve", "marshal")]
+            found += [
+                n
+                for n in names
+                if n.split(".")[0] in ("pickle", "cPickle", "dill", "joblib", "shelve", "marshal")
+            ]
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if called in ("torch.load", "numpy.load", "np.load", "eval", "exec", "yaml.load", "os.system"):
@@ -152,7 +165,9 @@ def dangers(tree: ast.AST) -> list[str]:
             found += [
                 "trust_remote_code"
                 for k in node.keywords
-                if k.arg == "trust_remote_code" and isinstance(k.value, ast.Constant) and k.value.value is True
+                if k.arg == "trust_remote_code"
+                and isinstance(k.value, ast.Constant)
+                and k.value.value is True
             ]
     return found
 

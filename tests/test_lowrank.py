@@ -121,7 +121,10 @@ def test_stored_factors_are_close(kind: str, error: float) -> None:
 
 def test_u_makes_up_for_the_rounding_of_v() -> None:
     u, v, _ = truncated_svd(normal(100, 200), 6, seed=0)
-    plain = decode_factor(quantize_factor(u.T.contiguous(), "int3"), 100).T, decode_factor(quantize_factor(v, "int3"), 200)
+    plain = (
+        decode_factor(quantize_factor(u.T.contiguous(), "int3"), 100).T,
+        decode_factor(quantize_factor(v, "int3"), 200),
+    )
     lra, lrb = quantize_factors(u, v, "int3")
     fitted = decode_factor(lra, 100).T, decode_factor(lrb, 200)
     assert (fitted[0] @ fitted[1] - u @ v).norm() < (plain[0] @ plain[1] - u @ v).norm()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from trilobite.errors import ShapeError, WeightError
 from trilobite.formats.weight import dequantize
+from trilobite.kernels import cpu_quantize
 from trilobite.quantize.hqq import BETA, ITERATIONS, KAPPA, P, hqq
 from trilobite.quantize.matrix import METHODS, bands, quantize, relative_error
 from trilobite.quantize.rtn import rtn
@@ -27,10 +28,21 @@ def nmse(w: Tensor, fmt: Format, method: str) -> float:
 def sum_of_squares(groups: Tensor, line: tuple[Tensor, Tensor | None], fmt: Format) -> Tensor:
     """Error of a line with its nearest codes, per group."""
     scale, offset = line
-    low, high = (0, 2**fmt.bits - 1) if offset is not None else (-(2 ** (fmt.bits - 1)), 2 ** (fmt.bits - 1) - 1)
+    low, high = (
+        (0, 2**fmt.bits - 1) if offset is not None else (-(2 ** (fmt.bits - 1)), 2 ** (fmt.bits - 1) - 1)
+    )
     base = torch.zeros_like(scale) if offset is None else offset
     levels = torch.arange(low, high + 1) * scale[:, None] + base[:, None]
     return (groups[..., None] - levels[:, None, :]).square().amin(-1).sum(-1)
+
+
+@pytest.fixture(params=["native", "torch"])
+def inner_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both twins of every method: csrc/kernel/quantize.h and quantize/*.py."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_quantize, "supports", lambda *_: False)
+    elif not cpu_quantize.supports(torch.zeros(1, 64), INT3, "rtn"):
+        pytest.skip("no native library here")
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +50,7 @@ def gaussian() -> Tensor:
     return normal(512, 1024)
 
 
+@pytest.mark.usefixtures("inner_loops")
 @pytest.mark.parametrize(
     ("fmt", "method", "low", "high"),
     [
@@ -60,7 +73,9 @@ def test_error_on_gaussian_weights(
     assert low <= nmse(gaussian * sigma, fmt, method) <= high
 
 
-@pytest.mark.parametrize("text", ["int3-g64", "int2-g32", "int4-g128", "int3-g64-sym", "int3-g64-dq", "int8-channel"])
+@pytest.mark.parametrize(
+    "text", ["int3-g64", "int2-g32", "int4-g128", "int3-g64-sym", "int3-g64-dq", "int8-channel"]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_relative_error_is_that_of_the_decoded_matrix(text: str, method: str) -> None:
     w = normal(37, 256).bfloat16()
@@ -72,6 +87,7 @@ def test_relative_error_is_that_of_the_decoded_matrix(text: str, method: str) ->
     assert exact < 0.6
 
 
+@pytest.mark.usefixtures("inner_loops")
 def test_methods_order() -> None:
     """search < hqq < rtn wherever there is a zero point, on heavy tails too."""
     heavy = normal(64, 512) * torch.rand(64, 512, generator=torch.Generator().manual_seed(1)).pow(-0.3)
@@ -88,7 +104,9 @@ def test_relative_error_notices_a_zeroed_tile() -> None:
     assert relative_error(w, packed) > 2 * before
 
 
-@pytest.mark.parametrize("fmt", [INT3, INT2, Format(bits=3, group=64, symmetric=True), Format(bits=8, group=64)], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [INT3, INT2, Format(bits=3, group=64, symmetric=True), Format(bits=8, group=64)], ids=str
+)
 def test_search_is_never_worse_than_its_start(fmt: Format) -> None:
     groups = normal(300, 64) * normal(300, 1, seed=3).exp()
     start = rtn(groups, fmt)
@@ -113,9 +131,12 @@ def test_search_beats_a_fine_grid_of_clipped_ranges() -> None:
     assert offset is not None
     middle = offset + 1.5 * scale
     clipped = [
-        sum_of_squares(groups, (scale * f, middle - 1.5 * scale * f), INT2) for f in torch.linspace(0.3, 1, 71)
+        sum_of_squares(groups, (scale * f, middle - 1.5 * scale * f), INT2)
+        for f in torch.linspace(0.3, 1, 71)
     ]
-    assert float(sum_of_squares(groups, search(groups, INT2), INT2).sum()) < float(torch.stack(clipped).amin(0).sum())
+    assert float(sum_of_squares(groups, search(groups, INT2), INT2).sum()) < float(
+        torch.stack(clipped).amin(0).sum()
+    )
 
 
 def literal_hqq(w: list[float], bits: int) -> tuple[float, float]:
@@ -173,6 +194,7 @@ def test_hqq_far_from_zero() -> None:
     assert float(far.sum()) == pytest.approx(float(near.sum()), rel=0.01)
 
 
+@pytest.mark.usefixtures("inner_loops")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("text", ["int3-g64", "int2-g64-sym", "int3-g64-dq", "int8-g64", "int2-channel"])
 @pytest.mark.parametrize("value", [0.0, 0.5, 0.3, -0.3, 1e-3, 1e4])
@@ -184,6 +206,7 @@ def test_constant_groups_are_exact_within_fp16(method: str, text: str, value: fl
     assert ((decoded - w).abs() <= 2**-11 * w.abs() + 1e-30).all()
 
 
+@pytest.mark.usefixtures("inner_loops")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sigma", [1e-7, 1e-5, 1e3, 1e4])
 def test_tiny_and_large_weights(method: str, sigma: float) -> None:
@@ -193,12 +216,14 @@ def test_tiny_and_large_weights(method: str, sigma: float) -> None:
     assert nmse(w, INT3, method) < (0.045 if sigma > 1e-6 else 0.08)  # fp16 scales end at 6e-8
 
 
+@pytest.mark.usefixtures("inner_loops")
 @pytest.mark.parametrize("method", METHODS)
 def test_weights_beyond_every_fp16_scale_are_refused(method: str) -> None:
     with pytest.raises(WeightError, match="out of range"):
         quantize(normal(16, 64).bfloat16() * 1e30, INT3, method)
 
 
+@pytest.mark.usefixtures("inner_loops")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -231,6 +256,21 @@ def test_bands_cover_every_row_once(n: int, k: int) -> None:
     assert all(band.start % 16 == 0 for band in bands(n, k))
 
 
+@pytest.mark.parametrize("text", ["int3-g64", "int2-g32", "int4-g128", "int8-channel", "int3-g64-sym"])
+@pytest.mark.parametrize("method", METHODS)
+def test_twins_agree(text: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for weights in the middle between two codes."""
+    w, fmt = normal(48, 256) * 0.02 + 0.01, Format.parse(text)
+    if not cpu_quantize.supports(w, fmt, method):
+        pytest.skip("no native library here")
+    native = dequantize(quantize(w, fmt, method))
+    monkeypatch.setattr(cpu_quantize, "supports", lambda *_: False)
+    plain = dequantize(quantize(w, fmt, method))
+    assert float((native - plain).norm() / w.norm()) < 0.02
+    errors = [float((x - w).norm()) for x in (native, plain)]
+    assert errors[0] == pytest.approx(errors[1], rel=2e-3)
+
+
 def test_k_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ShapeError, match="K=96"):
         quantize(normal(16, 96), INT3, "rtn")
@@ -238,7 +278,9 @@ def test_k_that_does_not_divide_is_refused() -> None:
 
 def test_kurtosis() -> None:
     assert kurtosis(normal(500, 500)) == pytest.approx(0, abs=0.05)
-    assert kurtosis(torch.rand(500, 500, generator=torch.Generator().manual_seed(0))) == pytest.approx(-1.2, abs=0.02)
+    assert kurtosis(torch.rand(500, 500, generator=torch.Generator().manual_seed(0))) == pytest.approx(
+        -1.2, abs=0.02
+    )
     w = normal(20, 30, seed=2).double()
     by_hand = float(((w - w.mean()) ** 4).mean() / ((w - w.mean()) ** 2).mean() ** 2 - 3)
     assert kurtosis(w.float()) == pytest.approx(by_hand, rel=1e-4)

@@ -53,7 +53,9 @@ def test_best_iterate_is_kept(outliers: Tensor, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("kind", "share"), [("int8", 1.005), ("fp16", 1.005), ("int3", 1.10)])
-def test_stored_error_is_close_to_the_reported_one(outliers: Tensor, method: str, kind: str, share: float) -> None:
+def test_stored_error_is_close_to_the_reported_one(
+    outliers: Tensor, method: str, kind: str, share: float
+) -> None:
     found = milo(outliers, INT3, method, Compensation(rank=8, compensator=kind, iterations=6))
     check(found.weight)
     assert found.weight.rank == 8
@@ -67,7 +69,9 @@ def test_the_best_iterate_is_what_is_stored(outliers: Tensor, monkeypatch: pytes
     two = milo(outliers, INT3, "search", Compensation(rank=8, iterations=2))
     original, calls = module.truncated_svd, []
 
-    def sabotage(e: Tensor, rank: int, *, seed: int, start: Tensor | None = None) -> tuple[Tensor, Tensor, float]:
+    def sabotage(
+        e: Tensor, rank: int, *, seed: int, start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, float]:
         calls.append(1)
         u, v, energy = original(e, rank, seed=seed, start=start)
         return (u, v, energy) if len(calls) <= 2 else (u * 0, v * 0, 0.0)
@@ -80,7 +84,9 @@ def test_the_best_iterate_is_what_is_stored(outliers: Tensor, monkeypatch: pytes
         assert torch.equal(found.weight.tensors()[suffix], tensor)
 
 
-def test_refit_against_the_stored_compensator_helps(outliers: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refit_against_the_stored_compensator_helps(
+    outliers: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compensation = Compensation(rank=8, iterations=5)
     refitted = milo(outliers, INT3, "search", compensation)
     stored = refitted.weight
@@ -99,7 +105,9 @@ def test_refit_against_the_stored_compensator_helps(outliers: Tensor, monkeypatc
 
 def test_int8_compensators_are_better_than_int3(outliers: Tensor) -> None:
     errors = {
-        kind: relative_error(outliers, milo(outliers, INT3, "search", Compensation(rank=8, compensator=kind)).weight)
+        kind: relative_error(
+            outliers, milo(outliers, INT3, "search", Compensation(rank=8, compensator=kind)).weight
+        )
         for kind in ("int3", "int8", "fp16")
     }
     assert errors["int8"] < errors["int3"]
@@ -118,7 +126,9 @@ def test_more_rank_less_error(outliers: Tensor) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_rank_zero_is_the_plain_method(outliers: Tensor, method: str) -> None:
     found = milo(outliers, INT3, method, Compensation(rank=0, iterations=1))
-    assert found.errors[0] == pytest.approx(relative_error(outliers, quantize(outliers, INT3, method)), rel=1e-4)
+    assert found.errors[0] == pytest.approx(
+        relative_error(outliers, quantize(outliers, INT3, method)), rel=1e-4
+    )
 
 
 def test_without_its_compensator_the_matrix_is_wrong(outliers: Tensor, searched: MiloResult) -> None:
@@ -171,7 +181,9 @@ def test_divergence_stops(outliers: Tensor, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", ["int3", "int8", "fp16"])
 def test_awkward_shapes(n: int, k: int, rank: int, kind: str) -> None:
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = milo(w, Format(bits=3, group=32), "search", Compensation(rank=rank, compensator=kind, iterations=3))
+    found = milo(
+        w, Format(bits=3, group=32), "search", Compensation(rank=rank, compensator=kind, iterations=3)
+    )
     check(found.weight)
     plain = relative_error(w, quantize(w, Format(bits=3, group=32), "search"))
     assert relative_error(w, found.weight) < plain

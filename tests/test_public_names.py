@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-import trilobite
 from transformers import AutoConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+import trilobite
 
 API = Path(__file__).parent.parent / "docs" / "api.md"
 

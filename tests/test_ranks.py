@@ -20,7 +20,8 @@ def model(cap: int = BIG) -> list[Candidate]:
         Candidate(name="shared", role=Role.SHARED_EXPERT, cap=cap, kurtosis=0.0),
     ]
     experts = [
-        Candidate(name=f"e{e}", role=Role.EXPERT, cap=cap, kurtosis=float(e), frequency=(e + 1) / 2.5) for e in range(4)
+        Candidate(name=f"e{e}", role=Role.EXPERT, cap=cap, kurtosis=float(e), frequency=(e + 1) / 2.5)
+        for e in range(4)
     ]
     return [*dense, *experts]
 
@@ -66,7 +67,9 @@ def test_frequency_without_statistics_says_how_to_get_them() -> None:
     assert ranks("dense-4", bare) == {"layers.0.e0": 0}
 
 
-@pytest.mark.parametrize("policy", ["uniform-50", "sparse-50", "kurtosis-50", "frequency-50", "uniform-30+sparse-30"])
+@pytest.mark.parametrize(
+    "policy", ["uniform-50", "sparse-50", "kurtosis-50", "frequency-50", "uniform-30+sparse-30"]
+)
 def test_caps_hold(policy: str) -> None:
     assert max(ranks(policy, model(cap=11)).values()) == 11
 
@@ -82,7 +85,10 @@ def test_what_a_cap_takes_goes_to_the_others() -> None:
 
 def test_extreme_kurtosis_does_not_take_all() -> None:
     """2**kurtosis is held within 2**8: one matrix of kurtosis 500 must not starve the rest."""
-    spread = [Candidate(name=str(i), role=Role.EXPERT, cap=BIG, kurtosis=k) for i, k in enumerate((0.0, 500.0, -500.0))]
+    spread = [
+        Candidate(name=str(i), role=Role.EXPERT, cap=BIG, kurtosis=k)
+        for i, k in enumerate((0.0, 500.0, -500.0))
+    ]
     found = ranks("kurtosis-300", spread)
     assert found["1"] > found["0"] >= 3
     assert sum(found.values()) == 900

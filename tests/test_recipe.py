@@ -61,7 +61,9 @@ def test_formats_have_names(fmt: Format) -> None:
     assert Format.parse(str(fmt)) == fmt
 
 
-@pytest.mark.parametrize("text", ["int3", "int5-g64", "int3-g48", "int3-g64-dq-sym", "INT3-g64", "int3-g64 ", "", "e8p"])
+@pytest.mark.parametrize(
+    "text", ["int3", "int5-g64", "int3-g48", "int3-g64-dq-sym", "INT3-g64", "int3-g64 ", "", "e8p"]
+)
 def test_unknown_formats_show_the_grammar(text: str) -> None:
     with pytest.raises(RecipeError, match="for example int3-g64"):
         Format.parse(text)
@@ -180,7 +182,8 @@ def test_unreadable_recipes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "rank"), [("16", 16), ("0", 0), ("h", 4096), ("h/8", 512), ("25h/64", 1600), ("h/5000", 1), ("2h", 8192)]
+    ("text", "rank"),
+    [("16", 16), ("0", 0), ("h", 4096), ("h/8", 512), ("25h/64", 1600), ("h/5000", 1), ("2h", 8192)],
 )
 def test_ranks(text: str, rank: int) -> None:
     assert parse_rank(text, 4096) == rank
@@ -203,7 +206,8 @@ def test_policies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "shared", "kind"), [(8, False, "coarse"), (16, False, "coarse"), (17, False, "fine"), (8, True, "fine")]
+    ("experts", "shared", "kind"),
+    [(8, False, "coarse"), (16, False, "coarse"), (17, False, "fine"), (8, True, "fine")],
 )
 @pytest.mark.parametrize("name", MILO_RANKS)
 def test_auto_ranks(name: str, experts: int, shared: bool, kind: str) -> None:
@@ -241,7 +245,13 @@ def test_with_group() -> None:
 
 def test_layer_ranges_include_both_ends_and_need_a_layer() -> None:
     rule = Rule(layers=(1, 3), format=Format(bits=3, group=64))
-    assert [rule.matches(Role.EXPERT, "x", i) for i in (None, 0, 1, 3, 4)] == [False, False, True, True, False]
+    assert [rule.matches(Role.EXPERT, "x", i) for i in (None, 0, 1, 3, 4)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_roles_by_name() -> None:

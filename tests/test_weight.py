@@ -112,7 +112,9 @@ def test_zero_factors_stay_zero() -> None:
 
 
 @pytest.mark.parametrize("kind", COMPENSATORS)
-@pytest.mark.parametrize("fmt", ["int2-g32", "int3-g32-dq", "int4-g64-sym", "int8-g64-sym-dq", "int3-channel"])
+@pytest.mark.parametrize(
+    "fmt", ["int2-g32", "int3-g32-dq", "int4-g64-sym", "int8-g64-sym-dq", "int3-channel"]
+)
 @pytest.mark.parametrize("rank", [0, 1, 5])
 def test_nbytes_is_predicted(kind: str, fmt: str, rank: int) -> None:
     n, k = 50, 320

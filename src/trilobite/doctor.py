@@ -93,12 +93,12 @@ def _lines(path: str) -> list[str]:
 def _kernels() -> dict[str, Any]:
     """Which operators run packed weights on the CPU, and why."""
     info: dict[str, Any] = cpu.info()
-    backend = f"compiled, {info['tier']}" if info.pop("available") else "reference operators (PyTorch)"
+    backend = "compiled" if info.pop("available") else "reference operators (PyTorch)"
     return {"backend": backend, **info}
 
 
 def _bandwidth() -> dict[str, Any]:
-    """Bytes per second that this process reads: the limit of token generation. By the kernels' threads or torch's."""
+    """How fast memory is read, by the kernels' threads or by torch's: the limit of token generation."""
     if cpu.available():
         return {"GB_per_s": round(cpu.measure_read_bandwidth(), 1), "read_by": "compiled kernels"}
     return {"GB_per_s": round(_torch_bandwidth() / 1e9, 1), "read_by": "torch"}

@@ -13,6 +13,7 @@ that matches a tensor decides. It says nothing about one checkpoint; `quantize.p
       - {roles: [attention, shared_expert, dense_mlp, expert], format: int3-g64, method: search}
 """
 
+import difflib
 import re
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -269,7 +270,11 @@ def load_recipe(name_or_file: str) -> Recipe:
         return PRESETS[name_or_file]
     path = Path(name_or_file)
     if not path.is_file():
-        raise RecipeError(f"recipe {name_or_file!r}: no preset and no file; presets are {', '.join(PRESETS)}")
+        close = difflib.get_close_matches(name_or_file, PRESETS, n=1)
+        guess = f" (did you mean {close[0]}?)" if close else ""
+        raise RecipeError(
+            f"recipe {name_or_file!r}: no preset and no file{guess}; presets are {', '.join(PRESETS)}"
+        )
     try:
         data = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as e:

@@ -20,7 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import oracle
 
 LINEAR = [
-    (bits, 32, symmetric, double, (17, 64)) for bits in (2, 3, 4, 8) for symmetric in (0, 1) for double in (0, 1)
+    (bits, 32, symmetric, double, (17, 64))
+    for bits in (2, 3, 4, 8)
+    for symmetric in (0, 1)
+    for double in (0, 1)
 ]
 CASES = [*LINEAR, (3, 64, 0, 0, (33, 64)), (3, 32, 0, 1, (3, 288)), (4, 96, 0, 0, (5, 96))]
 RANK = 3
@@ -29,10 +32,15 @@ RANK = 3
 def cases() -> list[dict[str, Any]]:
     """Every case as plain data."""
     found = [_matrix(i, *case) for i, case in enumerate(CASES)]
-    return found + [_factor(100 + i, name, bits) for i, (name, bits) in enumerate((("int3", 3), ("int8", 8), ("fp16", 16)))]
+    return found + [
+        _factor(100 + i, name, bits)
+        for i, (name, bits) in enumerate((("int3", 3), ("int8", 8), ("fp16", 16)))
+    ]
 
 
-def _matrix(seed: int, bits: int, group: int, symmetric: int, double: int, shape: tuple[int, int]) -> dict[str, Any]:
+def _matrix(
+    seed: int, bits: int, group: int, symmetric: int, double: int, shape: tuple[int, int]
+) -> dict[str, Any]:
     n, k = shape
     numbers = oracle.lcg(seed)
     bands, groups = -(-n // 16), k // group
@@ -68,7 +76,9 @@ def _matrix(seed: int, bits: int, group: int, symmetric: int, double: int, shape
 def _factor(seed: int, name: str, bits: int) -> dict[str, Any]:
     length, numbers = 70, oracle.lcg(seed)
     if bits == 16:
-        stored = np.array([v / 2**18 - 0.1 for v in islice(numbers, RANK * length)], np.float16).reshape(RANK, length)
+        stored = np.array([v / 2**18 - 0.1 for v in islice(numbers, RANK * length)], np.float16).reshape(
+            RANK, length
+        )
         values = stored.astype(np.float32)
     else:
         groups = []
@@ -82,12 +92,20 @@ def _factor(seed: int, name: str, bits: int) -> dict[str, Any]:
 
 
 def _pack(a: np.ndarray) -> dict[str, Any]:
-    return {"dtype": str(a.dtype), "shape": list(a.shape), "data": base64.b64encode(zlib.compress(a.tobytes(), 9)).decode()}
+    return {
+        "dtype": str(a.dtype),
+        "shape": list(a.shape),
+        "data": base64.b64encode(zlib.compress(a.tobytes(), 9)).decode(),
+    }
 
 
 def unpack(row: dict[str, Any]) -> np.ndarray:
     """An array of the JSON file."""
-    return np.frombuffer(zlib.decompress(base64.b64decode(row["data"])), row["dtype"]).reshape(row["shape"]).copy()
+    return (
+        np.frombuffer(zlib.decompress(base64.b64decode(row["data"])), row["dtype"])
+        .reshape(row["shape"])
+        .copy()
+    )
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ class PackedWriter:
         self._files[shard.name] = handle
         if os.fstat(handle).st_size != len(header) + shard.nbytes:
             os.ftruncate(handle, len(header) + shard.nbytes)
-        os.pwrite(handle, header, 0)
+        _pwrite(handle, memoryview(header), 0)
         at = len(header)
         for unit in shard.units:
             self._place[unit.name] = (shard.name, at)
@@ -179,6 +179,11 @@ class PackedWriter:
                 self.done[unit.name] = row
                 if time.monotonic() - self._committed > COMMIT_SECONDS:
                     self._commit()
+
+    def note(self, name: str, text: str) -> None:
+        """Leave a small file for a later run of the same identity. Raises DestinationError."""
+        with _explain(self.dst):
+            _replace(self.work / name, text.encode())
 
     def commit(self) -> None:
         """Make everything written so far survive a kill."""
@@ -314,6 +319,12 @@ def read_report(path: Path) -> dict[str, Any]:
     check_version(report.get("format_version"), str(path))
     assert isinstance(report, dict)
     return report
+
+
+def check_finished(path: Path) -> None:
+    """Raise CheckpointError when `path` holds a run of `trilobite compress` that did not end."""
+    if (path / PARTIAL).exists() and not (path / "config.json").exists():
+        raise CheckpointError(f"{path}: an unfinished run; run the same `trilobite compress` again to finish it")
 
 
 def check_version(version: object, where: str) -> None:

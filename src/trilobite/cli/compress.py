@@ -19,6 +19,7 @@ from trilobite.cli.console import (
 )
 from trilobite.cli.options import (
     CompensatorOption,
+    DeviceOption,
     GroupOption,
     IterationsOption,
     JsonOption,
@@ -31,6 +32,7 @@ from trilobite.cli.options import (
     UnmatchedOption,
     chosen_recipe,
     frequencies,
+    usable_device,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from trilobite.quantize.plan import Plan
     from trilobite.quantize.report import Report
 
-COLUMNS = ("role", "format", "tensors", "parameters", "bytes", "bits/weight", "rank", "error")
+COLUMNS = ("role", "format", "tensors", "params", "bytes", "bits/weight", "rank", "error")
 SourceArgument = Annotated[
     str, typer.Argument(help="Folder of the original checkpoint, or a hub id.", metavar="SRC")
 ]
@@ -51,7 +53,7 @@ def compress(
     jobs: Annotated[
         int, typer.Option(help="Matrices in work at a time; 0 = one a core.", min=0, metavar="N")
     ] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="DEVICE")] = "auto",
+    device: DeviceOption = "auto",
     keep: KeepOption = None,
     group_size: GroupOption = None,
     rank: RankOption = None,
@@ -70,35 +72,20 @@ def compress(
     \b
     Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-3bit --recipe milo-s1
     """
-    chosen = chosen_recipe(
-        recipe,
-        keep=keep,
-        group_size=group_size,
-        rank=rank,
-        method=method,
-        compensator=compensator,
-        iterations=iterations,
-    )
+    chosen = chosen_recipe(recipe, keep, group_size, rank, method, compensator, iterations)
     with Progress() as bars:
         progress = CompressProgress(bars)
         try:
             from trilobite.checkpoint.source import open_source
-            from trilobite.quantize.compress import Options
             from trilobite.quantize.compress import compress as run
 
             result = run(
-                str(open_source(src, revision=revision).path),
+                src if revision is None else str(open_source(src, revision=revision).path),
                 dst,
                 chosen,
                 frequency=frequencies(stats),
                 keep_unmatched=keep_unmatched,
-                options=Options(
-                    jobs=jobs,
-                    device=device,
-                    on_plan=progress.on_plan,
-                    on_line=progress.on_line,
-                    progress=bars.show,
-                ),
+                options=progress.options(jobs, usable_device(device)),
             )
         except KeyboardInterrupt:
             bars.__exit__()
@@ -129,7 +116,7 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
     if slow:
         print_table(("slowest tensors", "seconds"), [(name, number(s, 2)) for name, s in slow])
     print(f"{count(made.parameters)} parameters in {size(made.bytes_on_disk or 0)}, ", end="")
-    print(f"{made.bits_per_weight:.3f} bits per weight, {result.seconds:.1f} s")
+    print(f"{made.bits_per_weight:.3f} bits per weight counting every file, {result.seconds:.1f} s")
 
 
 def plan(
@@ -154,15 +141,7 @@ def plan(
     \b
     Example: trilobite plan mistralai/Mixtral-8x7B-v0.1 --recipe milo-s1 --group-size 128
     """
-    chosen = chosen_recipe(
-        recipe,
-        keep=keep,
-        group_size=group_size,
-        rank=rank,
-        method=method,
-        compensator=compensator,
-        iterations=iterations,
-    )
+    chosen = chosen_recipe(recipe, keep, group_size, rank, method, compensator, iterations)
     from trilobite.checkpoint.source import open_source
     from trilobite.quantize.compress import prepare
     from trilobite.quantize.plan import plan_json
@@ -234,18 +213,7 @@ def print_report(made: "Report", title: str) -> None:
     total = made.tensor_bytes
     if made.bytes_on_disk is not None:
         total = made.bytes_on_disk
-        rows.append(
-            (
-                "other files",
-                "headers, index, json, tokenizer",
-                "",
-                "",
-                size(total - made.tensor_bytes),
-                "",
-                "",
-                "",
-            )
-        )
+        rows.append(("other files", "", "", "", size(total - made.tensor_bytes), "", "", ""))
     rows.append(
         ("total", "", tensors, count(made.parameters), size(total), number(made.bits_per_weight, 3), "", "")
     )
@@ -256,7 +224,7 @@ def print_kept(made: "Report") -> None:
     """What stays in 16 bit, and why."""
     rows = [(role, reason, str(tensors), count(numel)) for role, reason, tensors, numel in made.kept]
     if rows:
-        print_table(("kept", "because", "tensors", "parameters"), rows, left=2)
+        print_table(("kept", "because", "tensors", "params"), rows, left=2)
 
 
 def _print_tensors(made: "Plan") -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from trilobite.quantize.compress import Options
     from trilobite.quantize.plan import Plan, PlanLine
 
 WIDTH = 160
@@ -45,7 +46,7 @@ def print_table(
 
     if title:
         print(title)
-    table = Table(box=SIMPLE, pad_edge=False, show_edge=False, show_header=any(columns))
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1), show_edge=False, show_header=any(columns))
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", overflow="fold")
     for row in rows:
@@ -111,6 +112,7 @@ class Progress:
 
     def show(self, what: str, done: float, total: float, more: str = "", *, restart: bool = False) -> None:
         """Move the bar called `what`. restart: the ETA counts from here (an earlier run did the rest)."""
+        more = more or f"{done:.0f}/{total:.0f}"
         if what not in self.tasks:
             self.tasks[what] = self.bars.add_task(what, total=total, more=more)
         if restart:
@@ -119,7 +121,7 @@ class Progress:
             self.bars.update(self.tasks[what], completed=done, total=total, more=more)
         if not self.draws and time.monotonic() - self.noted > NOTE_SECONDS:
             self.noted = time.monotonic()
-            note(f"{what}: {100 * done / max(total, 1):.0f} %{', ' if more else ''}{more}")
+            note(f"{what}: {100 * done / max(total, 1):.0f} %, {more}")
 
     def complete(self) -> None:
         """Fill every bar there is."""
@@ -140,6 +142,14 @@ class CompressProgress:
         self.tensors = self.done = self.bytes = self.bytes_done = 0
         self.work = self.work_done = 0
         self.error = ""
+
+    def options(self, jobs: int, device: str) -> "Options":
+        """How to run, with this object looking on."""
+        from trilobite.quantize.compress import Options
+
+        return Options(
+            jobs=jobs, device=device, on_plan=self.on_plan, on_line=self.on_line, progress=self.progress.show
+        )
 
     def on_plan(self, plan: "Plan") -> None:
         """The size of the job; the pre-pass is over."""

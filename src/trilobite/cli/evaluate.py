@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilobite.cli.console import Progress, number, print_json, print_table, quiet, size
-from trilobite.cli.options import JsonOption
-from trilobite.cli.run import DeviceOption, ModelArgument
+from trilobite.cli.options import DeviceOption, JsonOption, usable_device
+from trilobite.cli.run import ModelArgument
 
 if TYPE_CHECKING:
     from trilobite.evaluate.perplexity import Score
@@ -18,26 +18,28 @@ BatchOption = Annotated[
     typer.Option("--batch", help="Windows in a forward pass; default: what fits.", min=1, metavar="N"),
 ]
 
+ReferenceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The original: also measure the KL divergence to it and top-1 agreement.", metavar="ORIGINAL"
+    ),
+]
+TasksOption = Annotated[
+    str | None, typer.Option(help="Benchmarks, separated by commas, for example piqa,mmlu.", metavar="A,B")
+]
+DataOption = Annotated[
+    Path | None, typer.Option(help="Folder of the task files; without it they are downloaded.", metavar="DIR")
+]
+
 
 def evaluate(
     model: ModelArgument,
     text: TextOption = None,
     context: Annotated[int, typer.Option(help="Tokens in a window of the text.", min=2, metavar="N")] = 2048,
     batch: BatchOption = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            help="The original: also measure the KL divergence to it and top-1 agreement.", metavar="ORIGINAL"
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="Benchmarks, separated by commas, for example piqa,mmlu.", metavar="A,B"),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the task files; without it they are downloaded.", metavar="DIR"),
-    ] = None,
+    reference: ReferenceOption = None,
+    tasks: TasksOption = None,
+    data: DataOption = None,
     limit: Annotated[
         int | None, typer.Option(help="Only the first N items of each task.", min=1, metavar="N")
     ] = None,
@@ -61,29 +63,28 @@ def evaluate(
     from trilobite.runtime.load import load_tokenizer
 
     found: dict[str, Any] = {"model": model}
-    with quiet(), Progress() as bars:
-        loaded, tokenizer = load(model, device=device), load_tokenizer(model)
+    with quiet():
+        on = usable_device(device)
+        loaded, tokenizer = load(model, device=on), load_tokenizer(model)
         if text is not None:
-            original = load(reference, device=device) if reference else None
-            score = score_file(
-                loaded,
-                tokenizer,
-                text,
-                context=context,
-                batch=batch,
-                reference=original,
-                progress=bars.step("windows"),
-            )
+            original = load(reference, device=on) if reference else None
+            with Progress() as bars:
+                sizes: Any = {"context": context, "batch": batch, "progress": bars.step("windows")}
+                score = score_file(loaded, tokenizer, text, reference=original, **sizes)
             found |= {"text": str(text)} | _plain(score)
         if names:
-            size_of_batch = batch or fitting_batch(loaded, context)
-            found["tasks"] = run_tasks(loaded, tokenizer, names, data=data, limit=limit, batch=size_of_batch)
+            batch = batch or fitting_batch(loaded, context)
+            found["tasks"] = run_tasks(loaded, tokenizer, names, data=data, limit=limit, batch=batch)
+    _print_found(found, json)
+
+
+def _print_found(found: dict[str, Any], json: bool) -> None:
     if json:
         print_json(found)
         return
-    if text is not None:
+    if "text" in found:
         _print_score(found)
-    if names:
+    if "tasks" in found:
         _print_tasks(found["tasks"])
 
 
@@ -142,7 +143,7 @@ def stats(
 
     with quiet(), Progress() as bars:
         counts, tokens = count_experts(
-            load(model, device=device),
+            load(model, device=usable_device(device)),
             load_tokenizer(model),
             text,
             context=context,
@@ -151,26 +152,21 @@ def stats(
         )
     save_frequency(output, counts, model_name=model, text=text.name, tokens=tokens)
     if json:
-        print_json(
-            {"output": str(output), "tokens": tokens, "layers": {str(k): v for k, v in counts.items()}}
-        )
+        layers = {str(layer): c for layer, c in counts.items()}
+        print_json({"output": str(output), "tokens": tokens, "layers": layers})
         return
-    print_table(
-        ("layer", "experts", "least used", "most used", "never used"),
-        [
-            (
-                str(layer),
-                str(len(c)),
-                f"{_share(c, min(c))} (expert {c.index(min(c))})",
-                f"{_share(c, max(c))} (expert {c.index(max(c))})",
-                str(c.count(0)),
-            )
-            for layer, c in counts.items()
-        ],
-        title=f"shares of {tokens} tokens' choices",
-    )
+    _print_counts(counts, tokens)
     print(f"written to {output}, {size(output.stat().st_size)}")
 
 
+def _print_counts(counts: dict[int, list[int]], tokens: int) -> None:
+    rows = [
+        (str(layer), str(len(c)), _share(c, min(c)), _share(c, max(c)), str(c.count(0)))
+        for layer, c in counts.items()
+    ]
+    columns = ("layer", "experts", "least used", "most used", "never used")
+    print_table(columns, rows, title=f"shares of the experts chosen for {tokens} tokens")
+
+
 def _share(counts: list[int], one: int) -> str:
-    return f"{100 * one / max(1, sum(counts)):.2f} %"
+    return f"{100 * one / max(1, sum(counts)):.2f} % (expert {counts.index(one)})"

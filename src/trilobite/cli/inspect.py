@@ -36,7 +36,7 @@ def inspect(
     """
     from trilobite.checkpoint.summary import is_packed
 
-    if is_packed(Path(path)):
+    if is_packed(Path(path)):  # before it is opened: an unfinished run is no checkpoint
         _inspect_packed(Path(path), json)
         return
     from trilobite.checkpoint.roles import identify
@@ -45,6 +45,9 @@ def inspect(
     from trilobite.quantize.report import sample_roles
 
     source = open_source(path, revision=revision)
+    if is_packed(source.path):
+        _inspect_packed(source.path, json)
+        return
     matrices = identify(source, keep_unmatched=True)
     with Progress() as bars:
         sampled = sample_roles(source, matrices, samples=None if everything else samples, progress=bars.show)
@@ -101,7 +104,7 @@ def _print_original(title: str, rows: "list[RoleSummary]", sampled: "dict[Any, R
         )
     total = (sum(r.tensors for r in rows), sum(r.parameters for r in rows), sum(r.bytes for r in rows))
     table.append(("total", "", str(total[0]), count(total[1]), size(total[2]), "", "", ""))
-    columns = ("role", "dtype", "tensors", "parameters", "bytes", "measured", "kurtosis", "residual rank")
+    columns = ("role", "dtype", "tensors", "params", "bytes", "measured", "kurtosis", "residual rank")
     print_table(columns, table, title=title, left=2)
 
 

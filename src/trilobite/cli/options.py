@@ -63,12 +63,12 @@ UnmatchedOption = Annotated[
 RevisionOption = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.", metavar="REV")
 ]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.", metavar="DEVICE")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
 def chosen_recipe(
     name: str,
-    *,
     keep: list[str] | None,
     group_size: int | None,
     rank: str | None,
@@ -88,6 +88,13 @@ def chosen_recipe(
     changed = [*changes, *(["method"] if method else []), *(["group"] if group_size is not None else [])]
     recipe = replace(recipe_from_dict(data, recipe.name), name="+".join([recipe.name, *changed]))
     return recipe.keeping(tuple(parse_role(role) for part in keep or () for role in part.split(",")))
+
+
+def usable_device(name: str) -> str:
+    """cpu or cuda; raises RecipeError where there is no such device."""
+    from trilobite.quantize.compress import pick_device
+
+    return pick_device(name).type
 
 
 def frequencies(path: Path | None) -> "Mapping[int, Sequence[int]] | None":

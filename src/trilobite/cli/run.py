@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trilobite.cli.console import note, print_json, quiet
-from trilobite.cli.options import JsonOption
+from trilobite.cli.options import DeviceOption, JsonOption, usable_device
 
 if TYPE_CHECKING:
     from trilobite.runtime.generate import Chat, Generated
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[
     str, typer.Argument(help="A packed or an original checkpoint: folder or hub id.", metavar="MODEL")
 ]
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.", metavar="DEVICE")]
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same text.", metavar="S")]
 TemperatureOption = Annotated[
     float, typer.Option(help="0 = always the likeliest token; 0.7 = livelier.", min=0.0, metavar="T")
@@ -52,7 +51,7 @@ def generate(
 
     with quiet():
         sampling = runtime.Sampling(temperature=temperature, top_p=top_p, seed=seed)
-        loaded, tokenizer = load(model, device=device), load_tokenizer(model)
+        loaded, tokenizer = load(model, device=usable_device(device)), load_tokenizer(model)
         if not json:
             _write(prompt)
         made = runtime.generate(
@@ -100,7 +99,7 @@ def chat(
 
     with quiet():
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
-        talk = Chat(load(model, device=device), load_tokenizer(model), sampling)
+        talk = Chat(load(model, device=usable_device(device)), load_tokenizer(model), sampling)
         if not talk.has_template:
             note("this model has no chat template: it continues your text instead of answering")
         note("/reset forgets the conversation, /quit ends it")

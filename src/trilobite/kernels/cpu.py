@@ -1,11 +1,13 @@
 """The CPU engine: checks tensors, then hands their addresses to the native library (csrc/).
 
-Everything that could make native code read or write out of bounds is checked before an address leaves: element types,
-shapes, devices and contiguity here, the offsets of an expert table in the library, for the experts that a call uses.
+Everything that could make native code read or write out of bounds is checked before an address leaves: element
+types, shapes, devices and contiguity here, the offsets of an expert table in the library, for the experts in use.
 
-Activations enter the dot products as integers. *exact* (the default) cuts every segment of 32 or 64 columns into three
-8-bit digits: what is lost is below 2**-22 of the segment's largest value, nothing at all for bfloat16 values down to
-2**-14 of it. *int8* keeps one digit; it is chosen explicitly, by `set_activations` or `activations`.
+Two modes of arithmetic. *exact* (the default) sums in fp32 and keeps activations to 22 bits of the largest value in
+every 32 or 64 columns (three 8-bit digits; nothing at all is lost of a bfloat16 value down to 2**-14 of it), or, for
+more tokens on machines with AMX, as sums of bfloat16 numbers: one for bfloat16 inputs, two for float16 inputs and for
+results of the activation function, three for float32. *int8* keeps one digit; it is chosen explicitly, by
+`set_activations` or `activations`.
 """
 
 import ctypes
@@ -106,7 +108,9 @@ def measure_read_bandwidth(data: Tensor | None = None, repeats: int = 5, threads
     """Median GB/s at which the pool reads `data` (default: 512 MiB of fresh memory) once."""
     data = torch.ones(512 << 20, dtype=torch.uint8) if data is None else data
     threads = threads or _threads()
-    seconds = sorted(library().trilobite_read_seconds(data.data_ptr(), data.nbytes, threads) for _ in range(repeats))
+    seconds = sorted(
+        library().trilobite_read_seconds(data.data_ptr(), data.nbytes, threads) for _ in range(repeats)
+    )
     return float(data.nbytes / seconds[len(seconds) // 2] / 1e9)
 
 
@@ -143,18 +147,28 @@ def _dense(t: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _format(packed: tuple[int, ...], rows: int, k: int, scale: tuple[int, ...] | None) -> tuple[int, int, int, int]:
+def _format(
+    packed: tuple[int, ...], rows: int, k: int, scale: tuple[int, ...] | None
+) -> tuple[int, int, int, int]:
     """Shapes of the stored tensors -> (bits, group, symmetric, double quant). Raises ShapeError."""
     if len(packed) != 3 or packed[1] == 0 or k % packed[1] or rows < 1:
-        raise ShapeError(f"linear: packed tensor of shape {list(packed)} does not belong to a [{rows}, {k}] matrix")
+        raise ShapeError(
+            f"linear: packed tensor of shape {list(packed)} does not belong to a [{rows}, {k}] matrix"
+        )
     group, double = k // packed[1], scale is not None
-    formats = (Format(bits=b, group=group, symmetric=s, double_quant=double) for b in BITS for s in (False, True))
+    formats = (
+        Format(bits=b, group=group, symmetric=s, double_quant=double) for b in BITS for s in (False, True)
+    )
     fmt = next((f for f in formats if group % BLOCK == 0 and tile_bytes(f, k) == packed[2]), None)
     if fmt is None:
-        raise ShapeError(f"linear: tiles of {packed[2]} bytes for groups of {group} columns belong to no known format")
+        raise ShapeError(
+            f"linear: tiles of {packed[2]} bytes for groups of {group} columns belong to no known format"
+        )
     expected = packed_shape(fmt, rows, k)
     if packed != expected:
-        raise ShapeError(f"linear: packed codes are {list(packed)}, a [{rows}, {k}] matrix needs {list(expected)}")
+        raise ShapeError(
+            f"linear: packed codes are {list(packed)}, a [{rows}, {k}] matrix needs {list(expected)}"
+        )
     if scale is not None and scale != scale_shape(fmt, rows, k):
         raise ShapeError(f"linear: second-level scales are {list(scale)}, not {scale_shape(fmt, rows, k)}")
     return fmt.bits, group, int(fmt.symmetric), int(double)
@@ -173,7 +187,9 @@ def _rank_bits(lra: tuple[int, ...], lrb: tuple[int, ...], half: bool, n: int, k
     )
 
 
-def _factors(lra: Tensor | None, lrb: Tensor | None, n: int, k: int) -> tuple[Tensor | None, Tensor | None, int]:
+def _factors(
+    lra: Tensor | None, lrb: Tensor | None, n: int, k: int
+) -> tuple[Tensor | None, Tensor | None, int]:
     if lra is None or lrb is None:
         if lra is not lrb:
             raise ShapeError("linear: one compensator factor is missing; both or none belong to a matrix")
@@ -247,7 +263,9 @@ def _check_routing(x: Tensor, index: Tensor, weights: Tensor, table: Tensor) -> 
     if index.dtype not in (torch.int64, torch.int32):
         raise ShapeError(f"experts: top_k_index is {index.dtype}, expected int64 or int32")
     if table.dim() != 3 or table.shape[1:] != (3, len(Column)) or table.dtype != torch.int64:
-        raise ShapeError(f"experts: table is {list(table.shape)} {table.dtype}, expected [E, 3, {len(Column)}] int64")
+        raise ShapeError(
+            f"experts: table is {list(table.shape)} {table.dtype}, expected [E, 3, {len(Column)}] int64"
+        )
 
 
 def _bias(bias: Tensor | None, shape: tuple[int, int], name: str) -> Tensor | None:
@@ -269,10 +287,15 @@ def experts(
     intermediate: int,
     activation: str,
 ) -> Tensor:
-    """`torch.ops.trilobite.experts` on the CPU; arguments as in `reference.experts`. returns: [T, H] in x.dtype."""
+    """`torch.ops.trilobite.experts` on the CPU; arguments as in `reference.experts`.
+
+    returns: [T, H] in x.dtype
+    """
     _check_routing(x, top_k_index, top_k_weights, table)
     if activation not in ACTIVATIONS:
-        raise ArchitectureError(f"activation {activation!r} is not one of the CPU engine: {', '.join(ACTIVATIONS)}")
+        raise ArchitectureError(
+            f"activation {activation!r} is not one of the CPU engine: {', '.join(ACTIVATIONS)}"
+        )
     (tokens, hidden), active, count = x.shape, top_k_index.shape[1], table.shape[0]
     x, index = _dense(x, "experts: x"), _dense(top_k_index, "experts: top_k_index")
     weights = _dense(top_k_weights, "experts: top_k_weights")

@@ -37,13 +37,21 @@ def supports(w: Tensor, fmt: Format, method: str) -> bool:
 
 
 def quantize_band(
-    w: Tensor, fmt: Format, method: str, *, start: Line | None, steps: int, original: Tensor, packed: bool
-) -> tuple[Line, Tensor, Tensor | None]:
+    w: Tensor,
+    fmt: Format,
+    method: str,
+    *,
+    start: Line | None,
+    steps: int,
+    original: Tensor,
+    residual: Tensor,
+    packed: bool,
+) -> tuple[Line, Tensor | None]:
     """Quantize a band of rows on the calling thread.
 
     w, original: [N, K] fp32    start: [N, K/G] scale and offset to improve on (search only)    steps: of search
-    packed: whether to make tiles
-    returns: the line [N, K/G] fp32 as found; original minus what is stored [N, K] fp32; the tiles or None
+    residual: [N, K] fp32, receives the original minus what is stored    packed: whether to make tiles
+    returns: the line [N, K/G] fp32 as found; the tiles or None
     Raises ShapeError for shapes that do not fit.
     """
     assert _lib is not None
@@ -51,10 +59,11 @@ def quantize_band(
     shape = packed_shape(fmt, n, k)
     w, original = w.contiguous(), original.contiguous()
     assert w.dtype == original.dtype == torch.float32
-    assert w.shape == original.shape
+    assert w.shape == original.shape == residual.shape
+    assert residual.is_contiguous()
+    assert residual.dtype == torch.float32
     scale = torch.empty(n, shape[1])
     offset = None if fmt.symmetric else torch.empty(n, shape[1])
-    residual = torch.empty(n, k)
     tiles = torch.empty(shape, dtype=torch.uint8) if packed else None
     begin: tuple[Tensor | None, Tensor | None] = (None, None)
     if start is not None and method == "search":
@@ -66,4 +75,4 @@ def quantize_band(
     sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], steps, 1)
     if _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes))):
         raise ShapeError(_lib.trilobite_error().decode())
-    return (scale, offset), residual, tiles
+    return (scale, offset), tiles

@@ -19,7 +19,10 @@ class Matrix(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "scale", "lra", "lrb")),
-        *((name, c_int64) for name in ("n", "k", "rank", "rank_bits", "bits", "group", "symmetric", "double_quant")),
+        *(
+            (name, c_int64)
+            for name in ("n", "k", "rank", "rank_bits", "bits", "group", "symmetric", "double_quant")
+        ),
     )
 
 
@@ -27,9 +30,18 @@ class ExpertsArgs(Structure):
     """`trilobite_experts_args`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "index", "weights", "slab", "table", "gate_up_bias", "down_bias", "y")),
-        *((name, c_int64) for name in ("dtype", "weights_dtype", "bias_dtype", "index_bytes", "tokens", "active")),
-        *((name, c_int64) for name in ("experts", "hidden", "intermediate", "slab_bytes", "activation", "digits")),
+        *(
+            (name, c_void_p)
+            for name in ("x", "index", "weights", "slab", "table", "gate_up_bias", "down_bias", "y")
+        ),
+        *(
+            (name, c_int64)
+            for name in ("dtype", "weights_dtype", "bias_dtype", "index_bytes", "tokens", "active")
+        ),
+        *(
+            (name, c_int64)
+            for name in ("experts", "hidden", "intermediate", "slab_bytes", "activation", "digits")
+        ),
         ("threads", c_int64),
     )
 
@@ -44,9 +56,20 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / NAME
 
 
+ABI = 1
+"""Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
+
+
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    if lib.trilobite_abi() != ABI:
+        raise OSError(
+            f"it has interface {lib.trilobite_abi()}, this package {ABI}: install the package again"
+        )
     signatures = {
-        "linear": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+        "linear": (
+            c_int,
+            [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64],
+        ),
         "experts": (c_int, [c_void_p]),
         "quantize": (c_int, [c_void_p]),
         "error": (c_char_p, []),

@@ -119,6 +119,8 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     x: [..., K] bf16 | fp16 | fp32    w: [N, K]    bias: [N] or None    returns: [..., N] in x.dtype
     Raises ShapeError when shapes do not fit.
     """
+    if x.shape[-1] != w.shape[1]:
+        raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={w.shape[1]}")
     return torch.ops.trilobite.linear(x, w.packed, w.scale, w.lra, w.lrb, bias, w.shape[0])  # type: ignore[no-any-return]
 
 

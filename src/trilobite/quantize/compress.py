@@ -95,6 +95,7 @@ def compress(
     KeyboardInterrupt leaves a resumable state.
     """
     options = options or Options()
+    device = pick_device(options.device)
     started = time.monotonic()
     source = open_source(src)
     identity: dict[str, Any] = {
@@ -127,10 +128,10 @@ def compress(
             for line in plan.lines:
                 if line.matrix.name in writer.done:
                     options.on_line(line, writer.done[line.matrix.name], False)
-        _run(source, plan, todo, writer, units, options)
+        _run(source, plan, todo, writer, units, options, device)
         writer.finish(
             config=packed_config(source, recipe.name),
-            report=_report(source, plan, identity, writer.done),
+            report=_report(Path(src).name if Path(src).exists() else src, plan, identity, writer.done),
             companions=source.companions(),
         )
     return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=len(todo))
@@ -180,9 +181,9 @@ def _run(
     writer: PackedWriter,
     units: Mapping[str, Unit],
     options: Options,
+    device: torch.device,
 ) -> None:
     """Work through the lines with several threads, as many at a time as the memory bound allows."""
-    device = pick_device(options.device)
     jobs = options.jobs or (1 if device.type == "cuda" else os.cpu_count() or 1)
     budget = _budget(plan)
     failed = threading.Event()
@@ -313,13 +314,13 @@ def packed_config(source: Source, recipe: str) -> dict[str, Any]:
 
 
 def _report(
-    source: Source, plan: Plan, identity: Mapping[str, Any], done: Mapping[str, Mapping[str, Any]]
+    source: str, plan: Plan, identity: Mapping[str, Any], done: Mapping[str, Mapping[str, Any]]
 ) -> str:
     """trilobite.json: the plan as executed. Without clocks or paths, so that equal runs give equal bytes."""
     head = {
         "format_version": FORMAT_VERSION,
         "identity": dict(identity),
-        "source": source.path.resolve().name,
+        "source": source,
         "rank": plan.rank,
     }
     rows = []

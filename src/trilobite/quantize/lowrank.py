@@ -5,7 +5,7 @@ from torch import Tensor
 
 EXACT = 512
 """Matrices whose smaller side is at most this are decomposed exactly, through the Gram matrix in float64."""
-OVERSAMPLE = 16
+OVERSAMPLE = 8
 POWER_ITERATIONS = 3
 WARM_POWER_ITERATIONS = 0
 """MiLo's rounds start from the subspace of the round before: each is one more power iteration on a residual that moves

@@ -65,18 +65,21 @@ def quantize_band(
     *,
     start: Line | None = None,
     original: Tensor | None = None,
+    residual: Tensor | None = None,
     packed: bool = True,
 ) -> Band:
     """Find the lines of a band, round it to the grid that they become in storage, and lay it out in tiles.
 
     w: [N, K] fp32    start: see `find_line`    original: [N, K] fp32, what the residual is taken from (default w)
-    packed: whether to make tiles    Runs natively where the library supports it.
+    residual: [N, K] fp32, contiguous, where the residual is written (default: new)    packed: whether to make tiles
+    Runs natively where the library supports it.
     """
     original = w if original is None else original
+    residual = torch.empty_like(w) if residual is None else residual
     if cpu_quantize.supports(w, fmt, method):
         steps = STEPS if start is None else WARM_STEPS
-        line, residual, tiles = cpu_quantize.quantize_band(
-            w, fmt, method, start=start, steps=steps, original=original, packed=packed
+        line, tiles = cpu_quantize.quantize_band(
+            w, fmt, method, start=start, steps=steps, original=original, residual=residual, packed=packed
         )
         affine.check_range(*line)
         return Band(line=line, residual=residual, tiles=tiles, super=None)
@@ -86,7 +89,8 @@ def quantize_band(
     codes = affine.round_to_grid(w, grid, fmt)
     values = codes.view(n, -1, fmt.group_size(k)).float().mul_(grid.scale[..., None]).add_(grid.offset[..., None])
     tiles = affine.encode(codes, grid, fmt) if packed else None
-    return Band(line=line, residual=original - values.view(n, k), tiles=tiles, super=grid.super)
+    torch.sub(original, values.view(n, k), out=residual)
+    return Band(line=line, residual=residual, tiles=tiles, super=grid.super)
 
 
 class Tiles:

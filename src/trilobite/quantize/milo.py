@@ -106,8 +106,9 @@ def _quantize_residual(
         if last is not None:
             target = torch.addmm(original, last.u[rows], last.v, alpha=-1)
             start = _rows(last.line, rows)
-        band = quantize_band(target, fmt, method, start=start, original=original, packed=False)
-        work[rows] = band.residual
+        band = quantize_band(
+            target, fmt, method, start=start, original=original, residual=work[rows], packed=False
+        )
         total += sum_of_squares(band.residual)
         scales.append(band.line[0])
         offsets.append(band.line[1])

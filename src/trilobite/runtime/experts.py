@@ -49,17 +49,17 @@ class PackedExperts(nn.Module):
         expected = {GATE, UP, DOWN} if "gate_up_proj" in self.originals else {UP, DOWN}
         for index in range(self.num_experts):
             if missing := expected - {PROJECTIONS[name] for name in experts[index]}:
-                parts = " and ".join(("gate", "up", "down")[p] for p in sorted(missing))
+                names = " and ".join(("gate", "up", "down")[p] for p in sorted(missing))
                 raise CheckpointError(
-                    f"{type(original).__name__}: expert {index} has no packed {parts}; expected all its matrices: copy "
+                    f"{type(original).__name__}: expert {index} has no packed {names}; expected all its matrices: copy "
                     "the checkpoint again"
                 )
             expert = nn.Module()
             for name, parts in experts[index].items():
                 expert.add_module(name, PackedMatrix(self.shape_of(name), parts))
             self.add_module(str(index), expert)
-        self.gate_up_proj_bias: nn.Parameter | None = self.originals.get("gate_up_proj_bias")
-        self.down_proj_bias: nn.Parameter | None = self.originals.get("down_proj_bias")
+        self.gate_up_proj_bias = self.originals.get("gate_up_proj_bias")
+        self.down_proj_bias = self.originals.get("down_proj_bias")
         self.slab: Tensor | None = None
         self.table: Tensor | None = None
 

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from trilobite.checkpoint.packed import check_version, read_report
+from trilobite.checkpoint.packed import check_finished, check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.models.deepseek import register
@@ -33,6 +33,7 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
     dtype: of what stays unpacked, and of the activations; default: the checkpoint's
     Raises CheckpointError, FormatVersionError or ArchitectureError.
     """
+    check_finished(Path(path_or_id))
     source = open_source(path_or_id)
     register()
     tensors = map_tensors(source)
