@@ -64,6 +64,7 @@ int trilobite_quantize(const trilobite_quantize_args *args) {
   });
 }
 
+int trilobite_abi(void) { return TRILOBITE_ABI; }
 const char *trilobite_error(void) { return last_error(); }
 const char *trilobite_tier(void) { return tier().name; }
 int trilobite_set_tier(const char *name) { return choose_tier(name) ? 0 : -1; }

@@ -27,23 +27,36 @@ struct Matrix {
   int64_t bands, groups, tile_bytes, code_bytes, supers;
 };
 
-// Activations [count, k] as integers: per token and segment of 32 or 64 columns a scale, and 1 or 3 signed 8-bit
-// digits of x / scale (most significant last). Products with codes are then exact in int32, on every tier.
-//   q      [block of 16 tokens][segment][digit][token of the block][column of the segment]
-//   scale  [block][segment][token]      sum [block][segment][token]: the segment's sum of x
+// Activations [count, k], prepared for a tier, in one of two forms. Blocks are of 16 tokens, the last one smaller.
+//
+// Digits (parts = 0): per token and segment of 32 or 64 columns a scale, and 1 or 3 signed 8-bit digits of x / scale,
+// the most significant last. Products with codes are then exact in int32, on every tier.
+//   q      [block][segment][digit][token of the block][column of the segment] int8
+//   scale  [block][segment][token]
+// Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for tiles that multiply those.
+//   q      [block][32 columns][part][token of the block][column; in every four, the middle two are swapped] bfloat16
+// Both:
+//   sum    [block][segment][token]: the segment's sum of x
 struct Digits {
   int8_t *q;
   float *scale, *sum;
   int64_t k, segments;
-  int count, seg, digits;
+  int count, seg, digits, parts;
 
+  int element_bytes() const { return parts ? 2 * parts : digits; }
   int blocks() const { return (count + TOKENS - 1) / TOKENS; }
   int rows(int block) const { return count - block * TOKENS < TOKENS ? count - block * TOKENS : TOKENS; }
-  int8_t *q_block(int block) const { return q + (int64_t)block * TOKENS * k * digits; }
+  int8_t *q_block(int block) const { return q + (int64_t)block * TOKENS * k * element_bytes(); }
   float *scale_block(int block) const { return scale + (int64_t)block * TOKENS * segments; }
   float *sum_block(int block) const { return sum + (int64_t)block * TOKENS * segments; }
-  Digits one_block(int block) const {
-    return {q_block(block), scale_block(block), sum_block(block), k, segments, rows(block), seg, digits};
+  // bfloat16 of 32 columns of one token.
+  uint16_t *part(int block, int64_t chunk, int i, int row) const {
+    return (uint16_t *)q_block(block) + ((chunk * parts + i) * rows(block) + row) * BLOCK;
+  }
+  // The tokens of up to `most` blocks from `block`.
+  Digits blocks_from(int block, int most) const {
+    const int rest = count - block * TOKENS, n = rest < most * TOKENS ? rest : most * TOKENS;
+    return {q_block(block), scale_block(block), sum_block(block), k, segments, n, seg, digits, parts};
   }
 };
 
@@ -52,6 +65,9 @@ struct Tier {
   const char *name;
   // Bytes of thread-local scratch that `rows` may use.
   size_t scratch_bytes;
+  // bfloat16 parts in which `rows` wants `count` tokens that came as `dtype`, or 0 for digits. Results of an activation
+  // function are fp32; they are kept to 16 bits more than `dtype` has.
+  int (*parts)(int count, int dtype, int digits, bool intermediate);
   // Rows `index[i]` (or i when index is NULL) of x [.., k] -> tokens of one block of d.
   void (*quantize_block)(const void *x, int dtype, const int32_t *index, const Digits &d, int block);
   // Columns [column, column + width) of all tokens, from fp32 x [count, ld]; width is a multiple of d.seg.

@@ -16,7 +16,7 @@ namespace trilobite {
 
 extern const Tier tier_scalar;
 #ifdef TRILOBITE_X86
-extern const Tier tier_avx2, tier_avx512, tier_vnni;
+extern const Tier tier_avx2, tier_avx512, tier_vnni, tier_amx;
 #endif
 
 namespace {
@@ -45,7 +45,7 @@ struct Cpu {
     return avx2() && f && dq && bw && vl && saves(0xe6);
   }
   bool vnni() const { return avx512() && (ecx7 >> 11 & 1) && (ecx7 >> 1 & 1); }  // VNNI, VBMI
-  bool amx() const { return vnni() && (edx7 >> 24 & 1) && (edx7 >> 25 & 1) && saves(0x60000) && permitted(); }
+  bool amx() const { return vnni() && (edx7 >> 22 & 1) && (edx7 >> 24 & 1) && (edx7 >> 25 & 1) && saves(0x60000) && permitted(); }
   // Linux hands out the tile registers per process, on request.
   static bool permitted() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
 };
@@ -56,7 +56,7 @@ int available(const Tier *out[5]) {
   int n = 0;
 #ifdef TRILOBITE_X86
   const Cpu cpu;
-  //if (cpu.amx()) out[n++] = &tier_amx;
+  if (cpu.amx()) out[n++] = &tier_amx;
   if (cpu.vnni()) out[n++] = &tier_vnni;
   if (cpu.avx512()) out[n++] = &tier_avx512;
   if (cpu.avx2()) out[n++] = &tier_avx2;

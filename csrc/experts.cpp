@@ -95,6 +95,10 @@ float *low_rank_buffer(Workspace &ws, const Matrix &m, int count) {
   return m.rank > 0 ? ws.get<float>((int64_t)count * m.rank) : nullptr;
 }
 
+Digits prepared(const Call &c, Workspace &ws, int count, int64_t k, int seg, bool intermediate) {
+  return ws.digits(count, k, seg, (int)c.a.digits, c.t.parts(count, (int)c.a.dtype, (int)c.a.digits, intermediate));
+}
+
 // Digits of x per expert; with one token all experts that cut it into the same segments share one copy.
 void allocate(Call &c, Workspace &ws) {
   Digits shared[2] = {};
@@ -103,12 +107,12 @@ void allocate(Call &c, Workspace &ws) {
     const int seg = std::min(segment(e.up.group), e.gated ? segment(e.gate.group) : 64);
     Digits &one = shared[seg == 64];
     if (c.shared_x) {
-      if (one.q == nullptr) one = ws.digits(1, c.a.hidden, seg, (int)c.a.digits);
+      if (one.q == nullptr) one = prepared(c, ws, 1, c.a.hidden, seg, false);
       e.x = one;
     } else {
-      e.x = ws.digits(e.count, c.a.hidden, seg, (int)c.a.digits);
+      e.x = prepared(c, ws, e.count, c.a.hidden, seg, false);
     }
-    e.h = ws.digits(e.count, c.a.intermediate, segment(e.down.group), (int)c.a.digits);
+    e.h = prepared(c, ws, e.count, c.a.intermediate, segment(e.down.group), true);
     if (e.gated) e.z_gate = low_rank_buffer(ws, e.gate, e.count);
     e.z_up = low_rank_buffer(ws, e.up, e.count);
     e.z_down = low_rank_buffer(ws, e.down, e.count);
@@ -243,6 +247,7 @@ bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
     most = std::max(most, c.active[i].count);
     work += 3 * c.active[i].count * m.bands * m.groups * m.tile_bytes;
   }
+  if (most > 1) c.shared_x = false;  // one token that chose an expert twice has two rows there
   allocate(c, ws);
   if (c.shared_x) prepare_shared(c);
   run_team(work < SMALL ? 1 : (int)a.threads, [&](Team &team, int thread) { phases(c, team, thread, most); });

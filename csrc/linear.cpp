@@ -52,7 +52,8 @@ void finish_rows(const Call &c, int64_t row, int64_t width, int64_t tokens, floa
 void pass(const Call &c, const uint8_t *x, int64_t tokens, uint8_t *y) {
   Workspace &ws = call_workspace();
   const Matrix &m = c.m;
-  const Digits d = ws.digits(tokens, m.k, segment(m.group), c.digits);
+  const Digits d = ws.digits(tokens, m.k, segment(m.group), c.digits,
+                             c.t.parts((int)tokens, c.dtype, c.digits, false));
   float *z = m.rank > 0 ? ws.get<float>(tokens * m.rank) : nullptr;
   const int threads = m.bands * m.groups * m.tile_bytes * tokens < SMALL ? 1 : c.threads;
   const int per_task = bands_per_task(m, tokens, threads);

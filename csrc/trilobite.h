@@ -9,6 +9,10 @@
 
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
+// Number of this interface: native.py refuses a library of another one.
+#define TRILOBITE_ABI 1
+TRILOBITE_API int trilobite_abi(void);
+
 // Element types of activations, routing weights, biases and results.
 enum trilobite_dtype { TRILOBITE_F32 = 0, TRILOBITE_F16 = 1, TRILOBITE_BF16 = 2 };
 
@@ -63,14 +67,16 @@ TRILOBITE_API double trilobite_read_seconds(const void *data, int64_t bytes, int
 // Multiply-accumulates per second of the tier's integer dot product, `threads` threads together.
 TRILOBITE_API double trilobite_peak_macs(int64_t threads);
 
-// Quantize w [rows, k] fp32 in groups. method: 0 rtn, 1 search, 2 hqq. All contiguous.
+// Quantize w [rows, k] fp32 in groups. method: 0 rtn, 1 search, 2 hqq; steps: alternations of search from each start.
+// All contiguous.
 typedef struct {
   const float *w;
   const float *start_scale, *start_offset;  // [rows, k / group]: lines for search to improve on, or NULL
   float *scale, *offset;                    // [rows, k / group]: the lines found; offset NULL when symmetric
-  float *dequantized;                       // [rows, k] or NULL
+  const float *original;                    // [rows, k]: with it, `values` gets original - what is stored; or NULL
+  float *values;                            // [rows, k] what is stored, or NULL
   uint8_t *packed;                          // tiles [ceil(rows / 16), k / group, ..] or NULL
-  int64_t rows, k, group, bits, symmetric, method, threads;
+  int64_t rows, k, group, bits, symmetric, method, steps, threads;
 } trilobite_quantize_args;
 
 TRILOBITE_API int trilobite_quantize(const trilobite_quantize_args *args);

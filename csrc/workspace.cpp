@@ -30,10 +30,10 @@ void *Workspace::bytes(int64_t size) {
   return at;
 }
 
-Digits Workspace::digits(int64_t count, int64_t k, int seg, int digits) {
+Digits Workspace::digits(int64_t count, int64_t k, int seg, int digits, int parts) {
   Digits d{};
-  d.k = k, d.segments = k / seg, d.count = (int)count, d.seg = seg, d.digits = digits;
-  const int64_t q = count * k * digits, s = count * d.segments;
+  d.k = k, d.segments = k / seg, d.count = (int)count, d.seg = seg, d.digits = digits, d.parts = parts;
+  const int64_t q = count * k * d.element_bytes(), s = count * d.segments;
   d.q = get<int8_t>(q + SLACK);
   d.scale = get<float>(s + TOKENS);
   d.sum = get<float>(s + TOKENS);

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library 
 
 # fp32 sums in another order, and 2**-22 of a segment's largest activation.
 EXACT = 3e-6
-# One rounding of the result to its own type (8 or 11 significant bits), where the reference rounds at times the other
-# way; intermediate results of 16-bit inputs keep at least 16 bits.
+# One rounding of the result to its own type (8 or 11 significant bits), where the reference rounds at times the
+# other way; intermediate results of 16-bit inputs keep at least 16 bits.
 ROUNDED = {torch.float32: EXACT, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
 

@@ -31,8 +31,26 @@ static inline float split_int8(const float *x, int n, uint32_t top, int8_t *q, i
   return largest * (1 / 127.0f);
 }
 
+// One segment of one token as bfloat16 parts: each part rounds what the parts before it left.
+static inline void split_parts(const float *x, const Digits &d, int block, int64_t s, int row) {
+  float rest[64], sum = 0;
+  memcpy(rest, x, d.seg * sizeof(float));
+  for (int i = 0; i < d.seg; i++) sum += x[i];
+  d.sum_block(block)[s * d.rows(block) + row] = sum;
+  for (int part = 0; part < d.parts; part++)
+    for (int c = 0; c < d.seg; c += BLOCK) {
+      uint16_t h[BLOCK], *out = d.part(block, (s * d.seg + c) / BLOCK, part, row);
+      for (int i = 0; i < BLOCK; i++) {
+        h[i] = float_to_bf16(rest[c + i]);
+        rest[c + i] -= bf16_to_float(h[i]);
+      }
+      for (int i = 0; i < BLOCK; i += 4) out[i] = h[i], out[i + 1] = h[i + 2], out[i + 2] = h[i + 1], out[i + 3] = h[i + 3];
+    }
+}
+
 // One segment of one token. A NaN or infinite value makes the scale NaN, and with it every result of the token.
 static inline void quantize_segment(const float *x, const Digits &d, int block, int64_t s, int row) {
+  if (d.parts) return split_parts(x, d, block, s, row);
   const int rows = d.rows(block), n = d.seg;
   const int64_t at = s * rows + row, stride = (int64_t)rows * n;
   int8_t *q = d.q_block(block) + s * d.digits * stride + (int64_t)row * n;

@@ -1,5 +1,6 @@
 // AVX-512 (F, BW, VL, DQ), with VNNI where the translation unit is compiled for it. One zmm is one plane of a block.
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
 struct Isa {
   static constexpr int TOKENS_AT_ONCE = 4;
   using Bytes = __m512i;

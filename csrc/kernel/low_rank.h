@@ -61,33 +61,49 @@ static Matrix expand_v(const Matrix &m, int64_t rank, int seg, uint8_t *scratch)
   return v;
 }
 
-// fp16 factors keep their precision: plain fp32 dot products with the activations that the digits stand for.
+// The values [k] that prepared activations of one token stand for.
+static void restore(const Digits &x, int token, float *out) {
+  const int block = token / TOKENS, row = token % TOKENS, rows = x.rows(block);
+  if (x.parts) {
+    constexpr int ORDER[4] = {0, 2, 1, 3};
+    for (int64_t c = 0; c < x.k / BLOCK; c++)
+      for (int i = 0; i < BLOCK; i++) {
+        float v = 0;
+        for (int p = x.parts - 1; p >= 0; p--) v += bf16_to_float(x.part(block, c, p, row)[i / 4 * 4 + ORDER[i % 4]]);
+        out[c * BLOCK + i] = v;
+      }
+    return;
+  }
+  const int64_t digit = (int64_t)rows * x.seg;
+  for (int64_t s = 0; s < x.segments; s++) {
+    const int8_t *q = x.q_block(block) + s * x.digits * digit + (int64_t)row * x.seg;
+    const float scale = x.scale_block(block)[s * rows + row];
+    for (int i = 0; i < x.seg; i++) {
+      int32_t v = q[i];
+      if (x.digits == 3) v += 256 * q[digit + i] + 65536 * q[2 * digit + i];
+      out[s * x.seg + i] = scale * (float)v;
+    }
+  }
+}
+
+static inline float dot_half(const uint8_t *half, const float *x, int64_t n) {
+  float lanes[ROWS] = {}, total = 0;
+  for (int64_t k = 0; k < n; k += ROWS)
+    for (int j = 0; j < ROWS; j++) {
+      uint16_t h;
+      memcpy(&h, half + 2 * (k + j), 2);
+      lanes[j] += half_to_float(h) * x[k + j];
+    }
+  for (int j = 0; j < ROWS; j++) total += lanes[j];
+  return total;
+}
+
+// fp16 factors keep their precision: plain fp32 dot products.
 static void low_rank_v16(const Matrix &m, int64_t rank, const Digits &x, float *z, int64_t ld, float *buffer) {
   for (int t = 0; t < x.count; t++) {
-    const int block = t / TOKENS, r = t % TOKENS, rows = x.rows(block);
-    for (int64_t s = 0; s < x.segments; s++) {
-      const int8_t *q = x.q_block(block) + (s * x.digits * rows + r) * x.seg;
-      const int64_t digit = (int64_t)rows * x.seg;
-      const float scale = x.scale_block(block)[s * rows + r];
-      for (int i = 0; i < x.seg; i++) {
-        int32_t v = q[i];
-        if (x.digits == 3) v += 256 * q[digit + i] + 65536 * q[2 * digit + i];
-        buffer[s * x.seg + i] = scale * (float)v;
-      }
-    }
-    for (int64_t i = rank; i < rank + ROWS && i < m.rank; i++) {
-      const uint8_t *row = m.lrb + i * m.k * 2;
-      float lanes[ROWS] = {};
-      for (int64_t k = 0; k < m.k; k += ROWS)
-        for (int j = 0; j < ROWS; j++) {
-          uint16_t h;
-          memcpy(&h, row + 2 * (k + j), 2);
-          lanes[j] += half_to_float(h) * buffer[k + j];
-        }
-      float total = 0;
-      for (int j = 0; j < ROWS; j++) total += lanes[j];
-      z[t * ld + i - rank] = total;
-    }
+    restore(x, t, buffer);
+    for (int64_t i = rank; i < rank + ROWS && i < m.rank; i++)
+      z[t * ld + i - rank] = dot_half(m.lrb + i * m.k * 2, buffer, m.k);
   }
 }
 
@@ -95,13 +111,14 @@ static void low_rank_v(const Matrix &m, int64_t rank, const Digits &x, float *z,
   if (m.rank_bits == 16) return low_rank_v16(m, rank, x, z, ld, (float *)scratch);
   uint8_t *tiles = (uint8_t *)scratch;
   const Matrix v = expand_v(m, rank, x.seg, tiles);
-  alignas(64) float part[TOKENS * ROWS];
+  constexpr int BLOCKS = 16;
+  alignas(64) float part[BLOCKS * TOKENS * ROWS];
   const int present = m.rank - rank < ROWS ? (int)(m.rank - rank) : ROWS;
   uint8_t *rest = tiles + ceil_div(v.groups * v.tile_bytes, 64) * 64;
-  for (int block = 0; block < x.blocks(); block++) {
-    const Digits one = x.one_block(block);
-    rows_tier(v, 0, 1, one, part, ROWS, rest);
-    for (int t = 0; t < one.count; t++)
+  for (int block = 0; block < x.blocks(); block += BLOCKS) {
+    const Digits some = x.blocks_from(block, BLOCKS);
+    rows_tier(v, 0, 1, some, part, ROWS, rest);
+    for (int t = 0; t < some.count; t++)
       memcpy(z + (block * TOKENS + t) * ld, part + t * ROWS, present * sizeof(float));
   }
 }

@@ -72,6 +72,8 @@ template <int D> static void band_bits(const Matrix &m, int64_t band, const Digi
   }
 }
 
+[[maybe_unused]] static int no_parts(int, int, int, bool) { return 0; }
+
 static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *) {
   for (int b = 0; b < bands; b++) {
     if (x.digits == 1) band_bits<1>(m, band + b, x, out + b * ROWS, ld);

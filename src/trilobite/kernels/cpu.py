@@ -1,13 +1,14 @@
 """The CPU engine: checks tensors, then hands their addresses to the native library (csrc/).
 
-Everything that could make native code read or write out of bounds is checked before an address leaves: element
-types, shapes, devices and contiguity here, the offsets of an expert table in the library, for the experts in use.
+Everything that could make native code read or write out of bounds is checked before an address leaves:
+element types, shapes, devices and contiguity here, the offsets of an expert table in the library, for the
+experts in use.
 
-Two modes of arithmetic. *exact* (the default) sums in fp32 and keeps activations to 22 bits of the largest value in
-every 32 or 64 columns (three 8-bit digits; nothing at all is lost of a bfloat16 value down to 2**-14 of it), or, for
-more tokens on machines with AMX, as sums of bfloat16 numbers: one for bfloat16 inputs, two for float16 inputs and for
-results of the activation function, three for float32. *int8* keeps one digit; it is chosen explicitly, by
-`set_activations` or `activations`.
+Two modes of arithmetic. *exact* (the default) sums in fp32 and keeps activations to 22 bits of the largest
+value in every 32 or 64 columns (three 8-bit digits; nothing at all is lost of a bfloat16 value down to 2**-14
+of it), or, for more tokens on machines with AMX, as sums of bfloat16 numbers: one for bfloat16 inputs, two
+for float16 inputs and for results of the activation function, three for float32. *int8* keeps one digit; it
+is chosen explicitly, by `set_activations` or `activations`.
 """
 
 import ctypes

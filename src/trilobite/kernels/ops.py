@@ -1,7 +1,7 @@
-"""The two operators as `torch.library` operators, and the choice of backend. The only importer of the backends.
+"""The two operators as `torch.library` operators, and the choice of backend: the only importer of the backends.
 
-`torch.ops.trilobite.linear` and `torch.ops.trilobite.experts` have fake implementations, so `torch.compile` traces
-through them, and are inference only (no autograd).
+`torch.ops.trilobite.linear` and `torch.ops.trilobite.experts` have fake implementations, so `torch.compile`
+traces through them, and are inference only (no autograd).
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ from trilobite.kernels import cpu, reference
 
 _lib = torch.library.Library("trilobite", "DEF")
 _lib.define(
-    "linear(Tensor x, Tensor packed, Tensor? scale, Tensor? lra, Tensor? lrb, Tensor? bias, int rows) -> Tensor"
+    "linear(Tensor x, Tensor packed, Tensor? scale, Tensor? lra, Tensor? lrb, Tensor? bias, int rows) "
+    "-> Tensor"
 )
 _lib.define(
     "experts(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor slab, Tensor table, "

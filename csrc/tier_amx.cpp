@@ -1,0 +1,27 @@
+// AVX-512 with VNNI, and AMX int8 tiles from a few tokens on.
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#include "common.h"
+#include "quantize.h"
+
+namespace trilobite {
+namespace {  // every tier has its own copy, compiled with its own flags
+#include "kernel/convert.h"
+#include "kernel/isa_avx512.h"
+#include "kernel/decode.h"
+#include "kernel/digits.h"
+#include "kernel/rows.h"
+#include "kernel/amx.h"
+constexpr auto rows_tier = rows_amx;
+#include "kernel/low_rank.h"
+#include "kernel/activation.h"
+#include "kernel/probe.h"
+#include "kernel/quantize.h"
+}  // namespace
+
+extern const Tier tier_amx;
+const Tier tier_amx = {"amx", sizeof(Panel) + 64, parts_amx, quantize_block, quantize_columns, rows_amx, low_rank_v, low_rank_u, activate,
+                        store_floats, read_bytes, spin_dots, quantize_tile};
+}  // namespace trilobite
