@@ -66,7 +66,7 @@ template <int BITS> static inline void store_bf16(uint8_t *out, __m512i codes, _
 template <int BITS> static inline void decode_stretch(const uint8_t *codes, int width, bool bf16, uint8_t *out) {
   const __m512i table = _mm512_loadu_si512(WHOLE_NUMBERS);
   for (int b = 0; b < width; b += BLOCK, codes += BITS * 64) {
-    for (int j = 0; j < BITS; j++) __builtin_prefetch(codes + PREFETCH + 64 * j);
+    for (int j = 0; j < BITS; j++) __builtin_prefetch(codes + PREFETCH + 64 * j, 0, 2);
     Isa::Bytes c[8];
     decode<BITS>(codes, c);
     UNROLL

@@ -99,15 +99,15 @@ static inline QuantizeLine refit(const QuantizeGroup &g, const QuantizeLine &lin
   return {scale, mean_w - scale * (mean_q + middle)};
 }
 
-static QuantizeLine fit_search(const QuantizeGroup &g, const QuantizeLine *start, int steps) {
+static QuantizeLine fit_search(const QuantizeGroup &g, int steps) {
   static const float shrinks[9][4] = {{}, {}, {1, .85f, .7f, .55f}, {1, .85f, .7f}, {1, .85f}, {}, {}, {}, {1}};
-  const int starts = start ? 1 : g.bits == 2 ? 4 : g.bits == 3 ? 3 : g.bits == 4 ? 2 : 1;
-  const QuantizeLine range = start ? *start : fit_rtn(g);
+  const int starts = g.bits == 2 ? 4 : g.bits == 3 ? 3 : g.bits == 4 ? 2 : 1;
+  const QuantizeLine range = fit_rtn(g);
   QuantizeLine best = range;
   Lanes least = all(__builtin_inff());
   for (int s = 0; s < starts; s++) {
     QuantizeLine line = range;
-    const float factor = start ? 1.0f : shrinks[g.bits][s];
+    const float factor = shrinks[g.bits][s];
     line.scale = range.scale * factor;
     if (!g.symmetric) {
       const Lanes middle = range.offset + range.scale * (0.5f * g.top());
@@ -259,13 +259,8 @@ static void quantize_tile(const QuantizeTile &t) {
   Lanes *columns = (Lanes *)t.scratch;
   load_columns(t, columns);
   const QuantizeGroup g{columns, t.group, t.bits, t.symmetric};
-  QuantizeLine line{};
-  const bool given = t.start_scale != nullptr;
-  for (int r = 0; given && r < t.rows; r++) {
-    line.scale[r] = t.start_scale[r * t.line_ld];
-    line.offset[r] = t.symmetric ? 0.0f : t.start_offset[r * t.line_ld];
-  }
-  if (t.method == QUANTIZE_SEARCH) line = fit_search(g, given ? &line : nullptr, t.steps);
+  QuantizeLine line;
+  if (t.method == QUANTIZE_SEARCH) line = fit_search(g, t.steps);
   else if (t.method == QUANTIZE_HQQ) line = fit_hqq(g);
   else line = fit_rtn(g);
   QuantizeLine grid = line;

@@ -1,0 +1,324 @@
+"""How close does the CPU engine come to what this machine can do?
+
+    python benchmarks/cpu.py [--quick] [--only experts,tokens,model,loading,overhead] [--markdown docs/performance.md]
+
+Every figure stands beside the limit measured in the same moment: the rate at which the same threads read the same
+memory, before and after each run of a kernel. The sets of weights exceed what a core's caches hold (Mixtral's layer:
+0.6 GB). Medians. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _markdown import insert, table
+from torch import Tensor
+
+from trilobite.formats.affine import packed_shape, tile_bytes
+from trilobite.formats.weight import LR_GROUP, factor_shape
+from trilobite.kernels import cpu, ops
+from trilobite.kernels.expert_table import Column
+from trilobite.recipe import COMPENSATORS, Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The routed experts of a model: E experts, A of them active, hidden size H, intermediate size I."""
+
+    name: str
+    experts: int
+    active: int
+    hidden: int
+    intermediate: int
+
+
+MIXTRAL = Layer(name="Mixtral-8x7B", experts=8, active=2, hidden=4096, intermediate=14336)
+# Its two shared experts work on every token; as routed ones they cost the same bytes.
+DEEPSEEK = Layer(name="DeepSeek-MoE-16B", experts=64, active=8, hidden=2048, intermediate=1408)
+TOKENS = (1, 2, 4, 8, 16, 32, 128, 512)
+
+
+def _fill(part: Tensor, fmt: Format) -> None:
+    """Random codes; scales and offsets of an ordinary weight matrix."""
+    codes = fmt.group * fmt.bits * 2
+    noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    flat = part.flatten()
+    for at in range(0, flat.numel(), noise.numel()):
+        piece = flat[at : at + noise.numel()]
+        piece.copy_(noise[: piece.numel()])
+    meta = torch.cat((torch.full((16,), 0.01), torch.full((16,), -0.005 * (2**fmt.bits - 1)))).half()
+    part[..., codes:] = meta.view(torch.uint8)
+
+
+def _fill_factor(part: Tensor) -> None:
+    part.random_(0, 256)
+    part[..., -2:] = torch.tensor([0.01]).half().view(torch.uint8)
+
+
+def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[Tensor, Tensor, float]:
+    """A slab and table of random experts, and the bytes of one expert."""
+    h, i = layer.hidden, layer.intermediate
+    shapes = ((i, h), (i, h), (h, i))
+    sizes = [torch.Size(packed_shape(fmt, n, k)).numel() for n, k in shapes]
+    factors = [[torch.Size(factor_shape("int3", rank, m)).numel() for m in shape] for shape in shapes]
+    per_expert = sum(sizes) + sum(map(sum, factors))
+    slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
+    data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
+    at = 0
+    for e in range(layer.experts):
+        for p, (n, k) in enumerate(shapes):
+            offsets = [at, -1, at + sizes[p], at + sizes[p] + factors[p][0]]
+            _fill(slab[at : at + sizes[p]].view(packed_shape(fmt, n, k)), fmt)
+            at += sizes[p]
+            if rank:
+                for length, size in zip((n, k), factors[p], strict=True):
+                    _fill_factor(slab[at : at + size].view(factor_shape("int3", rank, length)))
+                    at += size
+            bits = COMPENSATORS["int3"]
+            data[e, p] = torch.tensor([*offsets, rank, bits, fmt.bits, fmt.group, 0, 0])
+    assert tile_bytes(fmt, h) and LR_GROUP
+    return slab, data, per_expert
+
+
+def routing(layer: Layer, tokens: int) -> tuple[Tensor, Tensor]:
+    """Random distinct experts for every token."""
+    index = torch.stack([torch.randperm(layer.experts)[: layer.active] for _ in range(tokens)])
+    return index, torch.rand(tokens, layer.active)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Medians of one case; `share` is the median of the per-run quotients."""
+
+    milliseconds: float
+    gigabytes: float
+    probe: float
+    share: float
+    gmacs: float
+
+
+def measure(layer: Layer, slab: Tensor, table_: Tensor, per_expert: float, tokens: int, repeats: int) -> Result:
+    """Run the operator on fresh routing each time, with a probe of the same memory before and after."""
+    times, probes, used = [], [], []
+    probe = cpu.measure_read_bandwidth(slab, 1)
+    for _ in range(repeats):
+        index, weights = routing(layer, tokens)
+        x = torch.randn(tokens, layer.hidden, dtype=torch.bfloat16)
+        start = time.perf_counter()
+        ops.experts(x, index, weights, slab, table_, intermediate=layer.intermediate, activation="silu")
+        times.append(time.perf_counter() - start)
+        used.append(per_expert * len(index.unique()))
+        after = cpu.measure_read_bandwidth(slab, 1)
+        probes.append((probe + after) / 2)
+        probe = after
+    rates = [u / t / 1e9 for u, t in zip(used, times, strict=True)]
+    macs = 3 * tokens * layer.active * layer.hidden * layer.intermediate
+    return Result(
+        milliseconds=statistics.median(times) * 1e3,
+        gigabytes=statistics.median(rates),
+        probe=statistics.median(probes),
+        share=statistics.median(r / p for r, p in zip(rates, probes, strict=True)),
+        gmacs=macs / statistics.median(times) / 1e9,
+    )
+
+
+def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Issue table 1: one token, exact mode."""
+    cases = [(MIXTRAL, b, r) for b, r in ((3, 0), (4, 0), (2, 0), (3, 16))] + [(DEEPSEEK, 3, 0), (DEEPSEEK, 3, 16)]
+    rows, data = [], []
+    for layer, bits, rank in cases:
+        slab, table_, per_expert = make_layer(layer, Format(bits=bits, group=64), rank)
+        for mode in ("exact", "int8"):
+            with cpu.activations(mode):
+                r = measure(layer, slab, table_, per_expert, 1, 9 if quick else 25)
+            name = f"{layer.name} INT{bits} g64" + (f" + rank {rank}" if rank else "")
+            rows.append((name, mode, f"{r.milliseconds:.2f}", f"{r.gigabytes:.1f}", f"{r.probe:.1f}", f"{r.share:.0%}"))
+            data.append({"case": name, "mode": mode, **vars(r)})
+            print("  ".join(rows[-1]), flush=True)
+    return table(("one layer, one token", "activations", "ms", "GB/s", "probe GB/s", "share"), rows), data
+
+
+def experts_of_many_tokens(quick: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Issue table 2: throughput by number of tokens, random routing."""
+    rows, data = [], []
+    for layer in (MIXTRAL, DEEPSEEK):
+        slab, table_, per_expert = make_layer(layer, Format(bits=3, group=64))
+        for tokens in (1, 8, 32, 512) if quick else TOKENS:
+            cells = [layer.name, str(tokens)]
+            for mode in ("exact", "int8"):
+                with cpu.activations(mode):
+                    r = measure(layer, slab, table_, per_expert, tokens, 3 if tokens > 64 else 7)
+                cells += [f"{r.milliseconds:.1f}", f"{r.gmacs:.0f}"]
+                data.append({"case": layer.name, "tokens": tokens, "mode": mode, **vars(r)})
+            rows.append((*cells, f"{r.probe:.1f}"))
+            print("  ".join(rows[-1]), flush=True)
+    header = ("INT3 g64", "tokens", "exact ms", "exact GMAC/s", "int8 ms", "int8 GMAC/s", "probe GB/s")
+    return table(header, rows), data
+
+
+def _clock(call: Callable[[], object], repeats: int) -> float:
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return best * 1e6
+
+
+def overhead(quick: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Microseconds of a call whose matrices are as good as empty."""
+    tiny = Layer(name="tiny", experts=8, active=2, hidden=64, intermediate=64)
+    slab, table_, _ = make_layer(tiny, Format(bits=3, group=64))
+    index, weights = routing(tiny, 1)
+    x = torch.randn(1, 64, dtype=torch.bfloat16)
+    packed = slab[: 4 * 448].view(4, 1, 448)
+    linear = torch.ops.trilobite.linear
+    with torch.inference_mode():
+        rows = {
+            "linear": _clock(lambda: linear(x, packed, None, None, None, None, 64), 500 if quick else 3000),
+            "experts": _clock(
+                lambda: ops.experts(x, index, weights, slab, table_, intermediate=64, activation="silu"),
+                500 if quick else 3000,
+            ),
+        }
+    cells = [(name, f"{us:.1f}") for name, us in rows.items()]
+    print(cells, flush=True)
+    return table(("one call on 64 x 64 matrices", "us"), cells), [rows]
+
+
+def _tiny_config(name: str) -> tuple[Any, str]:
+    from transformers import AutoConfig
+
+    from trilobite.models.deepseek import register
+
+    register()
+    if name == "mixtral":
+        config = AutoConfig.for_model("mixtral", num_hidden_layers=2, vocab_size=32000)
+        return config, "Mixtral-8x7B shape, 2 layers"
+    config = AutoConfig.for_model(
+        "deepseek",
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        first_k_dense_replace=0,
+        tie_word_embeddings=False,
+    )
+    return config, "DeepSeek-MoE-16B shape, 4 layers"
+
+
+def _make_checkpoint(config: Any, folder: Path) -> None:
+    """A random bf16 checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model.to_empty(device="cpu")
+    noise = torch.randn(1 << 22).to(torch.bfloat16) * 0.02
+    for parameter in model.parameters():
+        flat = parameter.data.view(-1)
+        if parameter.dim() == 1:
+            flat.fill_(1)
+        for at in range(0, flat.numel() if parameter.dim() > 1 else 0, noise.numel()):
+            piece = flat[at : at + noise.numel()]
+            piece.copy_(noise[: piece.numel()])
+    for module in model.modules():  # to_empty leaves buffers such as rotary frequencies undefined
+        if hasattr(module, "original_inv_freq") or hasattr(module, "inv_freq"):
+            module.__init__(config=config)
+    model.save_pretrained(folder)
+
+
+def whole_models(quick: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Issue table 3: `generate` on models with true layers, INT3 body, INT8 head; and loading them."""
+    from trilobite.quantize.compress import compress
+    from trilobite.recipe import load_recipe
+    from trilobite.runtime.load import load
+
+    rows, data = [], []
+    for name in ("mixtral", "deepseek"):
+        config, title = _tiny_config(name)
+        with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+            source, packed = Path(folder, "source"), Path(folder, "packed")
+            _make_checkpoint(config, source)
+            compress(str(source), packed, load_recipe("rtn3"))
+            load(str(packed))
+            start = time.perf_counter()
+            model = load(str(packed))
+            seconds = time.perf_counter() - start
+            size = sum(f.stat().st_size for f in packed.glob("*.safetensors"))
+            for mode in ("exact", "int8"):
+                with cpu.activations(mode):
+                    for batch in (1, 8) if quick else (1, 8, 32):
+                        rate, probe = _generate(model, batch, 8 if quick else 24)
+                        rows.append((title, mode, str(batch), f"{rate:.1f}", f"{probe:.1f}"))
+                        data.append({"case": title, "mode": mode, "batch": batch, "tokens/s": rate, "probe": probe})
+                        print("  ".join(rows[-1]), flush=True)
+            data.append({"case": title, "load seconds": seconds, "bytes": size})
+            print(f"{title}: {size / 1e9:.2f} GB load in {seconds:.2f} s", flush=True)
+    return table(("model", "activations", "batch", "tokens/s", "probe GB/s"), rows), data
+
+
+def _generate(model: Any, batch: int, length: int) -> tuple[float, float]:
+    ids = torch.randint(0, 32000, (batch, 16))
+    probe_memory = torch.ones(512 << 20, dtype=torch.uint8)
+    rates, probes = [], []
+    with torch.inference_mode():
+        for _ in range(3):
+            times = []
+            past = model(ids, use_cache=True)
+            cache, token = past.past_key_values, torch.randint(0, 32000, (batch, 1))
+            for _ in range(length):
+                start = time.perf_counter()
+                past = model(token, past_key_values=cache, use_cache=True)
+                token = past.logits[:, -1:].argmax(-1)
+                times.append(time.perf_counter() - start)
+                token = torch.randint(0, 32000, (batch, 1))  # random tokens, or the routing degenerates
+            rates.append(batch / statistics.median(times))
+            probes.append(cpu.measure_read_bandwidth(probe_memory, 1))
+    return statistics.median(rates), statistics.median(probes)
+
+
+PARTS = {
+    "experts": experts_of_one_token,
+    "tokens": experts_of_many_tokens,
+    "model": whole_models,
+    "overhead": overhead,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
+    parser.add_argument("--markdown", type=Path, help="page whose marked tables are replaced")
+    options = parser.parse_args()
+    facts = cpu.info()
+    memory = torch.ones(1 << 30, dtype=torch.uint8)
+    print(f"{facts['tier']}, {facts['threads']} threads; read {cpu.measure_read_bandwidth(memory):.1f} GB/s (1 GiB)")
+    del memory
+    print(f"integer dot product {cpu.measure_peak():.0f} GMAC/s without tiles", flush=True)
+    results: dict[str, Any] = {"info": facts}
+    for name in options.only.split(","):
+        text, results[name] = PARTS[name](options.quick)
+        print(text, flush=True)
+        if options.markdown:
+            insert(options.markdown, f"cpu-{name}", text)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
