@@ -104,7 +104,9 @@ class Result:
     gmacs: float
 
 
-def measure(layer: Layer, slab: Tensor, table_: Tensor, per_expert: float, tokens: int, repeats: int) -> Result:
+def measure(
+    layer: Layer, slab: Tensor, table_: Tensor, per_expert: float, tokens: int, repeats: int
+) -> Result:
     """Run the operator on fresh routing each time, with a probe of the same memory before and after."""
     times, probes, used = [], [], []
     probe = cpu.measure_read_bandwidth(slab, 1)
@@ -131,7 +133,10 @@ def measure(layer: Layer, slab: Tensor, table_: Tensor, per_expert: float, token
 
 def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """Issue table 1: one token, exact mode."""
-    cases = [(MIXTRAL, b, r) for b, r in ((3, 0), (4, 0), (2, 0), (3, 16))] + [(DEEPSEEK, 3, 0), (DEEPSEEK, 3, 16)]
+    cases = [(MIXTRAL, b, r) for b, r in ((3, 0), (4, 0), (2, 0), (3, 16))] + [
+        (DEEPSEEK, 3, 0),
+        (DEEPSEEK, 3, 16),
+    ]
     rows, data = [], []
     for layer, bits, rank in cases:
         slab, table_, per_expert = make_layer(layer, Format(bits=bits, group=64), rank)
@@ -139,7 +144,16 @@ def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
             with cpu.activations(mode):
                 r = measure(layer, slab, table_, per_expert, 1, 9 if quick else 25)
             name = f"{layer.name} INT{bits} g64" + (f" + rank {rank}" if rank else "")
-            rows.append((name, mode, f"{r.milliseconds:.2f}", f"{r.gigabytes:.1f}", f"{r.probe:.1f}", f"{r.share:.0%}"))
+            rows.append(
+                (
+                    name,
+                    mode,
+                    f"{r.milliseconds:.2f}",
+                    f"{r.gigabytes:.1f}",
+                    f"{r.probe:.1f}",
+                    f"{r.share:.0%}",
+                )
+            )
             data.append({"case": name, "mode": mode, **vars(r)})
             print("  ".join(rows[-1]), flush=True)
     return table(("one layer, one token", "activations", "ms", "GB/s", "probe GB/s", "share"), rows), data
@@ -265,7 +279,9 @@ def whole_models(quick: bool) -> tuple[str, list[dict[str, Any]]]:
                     for batch in (1, 8) if quick else (1, 8, 32):
                         rate, probe = _generate(model, batch, 8 if quick else 24)
                         rows.append((title, mode, str(batch), f"{rate:.1f}", f"{probe:.1f}"))
-                        data.append({"case": title, "mode": mode, "batch": batch, "tokens/s": rate, "probe": probe})
+                        data.append(
+                            {"case": title, "mode": mode, "batch": batch, "tokens/s": rate, "probe": probe}
+                        )
                         print("  ".join(rows[-1]), flush=True)
             data.append({"case": title, "load seconds": seconds, "bytes": size})
             print(f"{title}: {size / 1e9:.2f} GB load in {seconds:.2f} s", flush=True)
@@ -308,7 +324,9 @@ def main() -> None:
     options = parser.parse_args()
     facts = cpu.info()
     memory = torch.ones(1 << 30, dtype=torch.uint8)
-    print(f"{facts['tier']}, {facts['threads']} threads; read {cpu.measure_read_bandwidth(memory):.1f} GB/s (1 GiB)")
+    print(
+        f"{facts['tier']}, {facts['threads']} threads; read {cpu.measure_read_bandwidth(memory):.1f} GB/s (1 GiB)"
+    )
     del memory
     print(f"integer dot product {cpu.measure_peak():.0f} GMAC/s without tiles", flush=True)
     results: dict[str, Any] = {"info": facts}

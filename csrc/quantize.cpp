@@ -25,8 +25,6 @@ QuantizeTile tile_at(const trilobite_quantize_args &a, int64_t band, int64_t g, 
   const int64_t tile = a.group / BLOCK * 64 * a.bits + ROWS * (a.symmetric ? 2 : 4);
   QuantizeTile t{};
   t.w = a.w + first;
-  t.start_scale = a.start_scale ? a.start_scale + line : nullptr;
-  t.start_offset = a.start_offset ? a.start_offset + line : nullptr;
   t.scale = a.scale + line;
   t.offset = a.offset ? a.offset + line : nullptr;
   t.original = a.original ? a.original + first : nullptr;
@@ -50,7 +48,7 @@ bool quantize(const trilobite_quantize_args &a) {
   const bool bits = a.bits == 2 || a.bits == 3 || a.bits == 4 || a.bits == 8;
   if (!bits || a.group < BLOCK || a.group % BLOCK || a.k % a.group || a.rows < 0 || a.group > (1 << 24))
     return fail("quantize: %lld bits, group %lld of %lld columns", (long long)a.bits, (long long)a.group, (long long)a.k);
-  if (!a.symmetric && (!a.offset || (a.start_scale && !a.start_offset))) return fail("quantize: no room for offsets");
+  if (!a.symmetric && !a.offset) return fail("quantize: no room for offsets");
   const int64_t groups = a.k / a.group;
   bool enough = true;
   run_team(a.threads < 1 ? 1 : (int)a.threads, [&](Team &team, int thread) {

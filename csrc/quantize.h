@@ -9,7 +9,6 @@ enum { QUANTIZE_RTN = 0, QUANTIZE_SEARCH = 1, QUANTIZE_HQQ = 2 };
 
 struct QuantizeTile {
   const float *w;                            // [rows, ld], the first column of the group
-  const float *start_scale, *start_offset;   // [rows] at stride line_ld, or NULL
   float *scale, *offset;                     // [rows] at stride line_ld: the line found, before fp16
   const float *original;                     // [rows, ld] or NULL
   float *values;                             // [rows, ld] or NULL: what is stored, taken from `original` where given

@@ -10,7 +10,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 1
+#define TRILOBITE_ABI 2
 TRILOBITE_API int trilobite_abi(void);
 
 // Element types of activations, routing weights, biases and results.
@@ -71,7 +71,6 @@ TRILOBITE_API double trilobite_peak_macs(int64_t threads);
 // All contiguous.
 typedef struct {
   const float *w;
-  const float *start_scale, *start_offset;  // [rows, k / group]: lines for search to improve on, or NULL
   float *scale, *offset;                    // [rows, k / group]: the lines found; offset NULL when symmetric
   const float *original;                    // [rows, k]: with it, `values` gets original - what is stored; or NULL
   float *values;                            // [rows, k] what is stored, or NULL

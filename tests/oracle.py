@@ -69,7 +69,7 @@ def decode(
     symmetric: bool,
     shape: tuple[int, int],
 ) -> np.ndarray:
-    """Tiles -> weights [N, K] in float32, every operation rounded once. `scale` present = double quantization."""
+    """Tiles -> weights [N, K] in float32, each operation rounded once. `scale` present = double quantized."""
     n, k = shape
     w = np.zeros((packed.shape[0] * 16, k), np.float32)
     for band, g in product(range(packed.shape[0]), range(k // group)):

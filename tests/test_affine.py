@@ -25,7 +25,7 @@ def weights(n: int, k: int, *, seed: int = 0, sigma: float = 0.02) -> torch.Tens
 
 
 def random_tiles(fmt: Format, n: int, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Arbitrary code bytes with sensible metadata: not what an encoder would make, but what a decoder must read."""
+    """Arbitrary code bytes with sensible metadata: what no encoder makes, but a decoder must read."""
     rng = np.random.default_rng(seed)
     bands, groups, tile = affine.packed_shape(fmt, n, k)
     packed = rng.integers(0, 256, (bands, groups, tile), dtype=np.uint8)
@@ -84,7 +84,7 @@ def test_error_is_at_most_half_a_step(fmt: Format) -> None:
     group = w.view(33, -1, fmt.group_size(k))
     if fmt.symmetric:
         step = group.abs().amax(-1) / 2 ** (fmt.bits - 1)
-        # The code that has no mirror image belongs to the largest weight: the other sign ends one step earlier.
+        # The code that has no mirror image belongs to the largest weight: the other side ends a step earlier.
         slack = 1.0
     else:
         step = (group.amax(-1) - group.amin(-1)) / (2**fmt.bits - 1)

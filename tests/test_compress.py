@@ -190,9 +190,10 @@ def interrupted(
         count.append(1)
         original(self, *args)
 
-    with monkeypatch.context() as patch, pytest.raises(PlugPulled):
+    with monkeypatch.context() as patch:
         patch.setattr(PackedWriter, "write", write)
-        run(source, dst, **settings)
+        with pytest.raises(PlugPulled):
+            run(source, dst, **settings)
 
 
 @pytest.mark.parametrize("after", [0, 1, 7, 30])
@@ -222,7 +223,7 @@ def test_keyboard_interrupt_is_resumable(finished: Path, mixtral: Path, tmp_path
     assert digests(tmp_path / "dst") == digests(finished)
 
 
-@pytest.mark.parametrize("spoil", ["torn", "garbage", "foreign", "empty"])
+@pytest.mark.parametrize("spoil", ["torn", "no newline", "garbage", "foreign", "empty"])
 def test_torn_journal(
     finished: Path, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
@@ -232,13 +233,14 @@ def test_torn_journal(
     assert whole.count(b"\n") == 9
     last = {
         "torn": whole[:-20],
+        "no newline": whole[:-1],
         "garbage": whole + b"\x00\xff{{{\n",
         "foreign": whole + b'{"name": "no.such.tensor"}\n',
         "empty": b"",
     }[spoil]
     journal.write_bytes(last)
     result = run(mixtral, tmp_path / "dst")
-    assert result.fresh == len(result.plan.lines) - {"torn": 8, "empty": 0}.get(spoil, 9)
+    assert result.fresh == len(result.plan.lines) - {"torn": 8, "no newline": 8, "empty": 0}.get(spoil, 9)
     assert digests(tmp_path / "dst") == digests(finished)
 
 
@@ -249,7 +251,7 @@ def test_a_lost_tensor_would_be_noticed(
     interrupted(mixtral, tmp_path / "dst", 9, monkeypatch)
     file = next((tmp_path / "dst" / PARTIAL).glob("*.safetensors"))
     with file.open("r+b") as f:
-        f.seek(9000)
+        f.seek(int.from_bytes(f.read(8), "little") + 200)
         f.write(bytes(100))
     run(mixtral, tmp_path / "dst")
     assert digests(tmp_path / "dst") != digests(finished)
@@ -275,7 +277,7 @@ def test_killed_while_the_files_move_up(
         original(path, data)
 
     original = packed_module._replace
-    with monkeypatch.context() as patch, pytest.raises(PlugPulled):
+    with monkeypatch.context() as patch:
         patch.setattr(packed_module, "_replace", selective)
         if step == "shards":
             real = os.replace
@@ -284,13 +286,14 @@ def test_killed_while_the_files_move_up(
             )
         if step == "cleaned":
             patch.setattr(shutil, "rmtree", lambda p: (p / "identity.json").unlink() or pull())
-        run(mixtral, tmp_path / "dst")
+        with pytest.raises(PlugPulled):
+            run(mixtral, tmp_path / "dst")
     run(mixtral, tmp_path / "dst")
     assert digests(tmp_path / "dst") == digests(finished)
 
 
 def slow_child(source: Path, dst: Path) -> int:
-    """A child process that compresses, slowly; returns its number. It is a fork: importing torch takes seconds."""
+    """A child process that compresses, slowly. It is a fork: importing torch takes seconds."""
     child = os.fork()
     if child:
         return child
@@ -310,7 +313,7 @@ def slow_child(source: Path, dst: Path) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kill_9(finished: Path, mixtral: Path, tmp_path: Path) -> None:
-    """A handful of random moments of one run; benchmarks/kill9.py does twenty and more, with the real command."""
+    """A handful of random moments; benchmarks/kill9.py does twenty and more, with the real command."""
     dst, chance = tmp_path / "dst", random.Random(5)
     killed = 0
     for _ in range(5):
@@ -556,8 +559,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def test_peak_memory(tmp_path: Path) -> None:
-    """At most the two largest tensors in fp32 plus 1 GB: a checkpoint of 0.8 GB in bf16, beside half a gigabyte of libraries, would show its whole weight."""
-    source, size, count = tmp_path / "source", 4096, 24
+    """At most the two largest tensors in fp32 plus 1 GB.
+
+    A checkpoint of 0.7 GB in bf16, beside half a gigabyte of libraries, would show its whole weight.
+    """
+    source, size, count = tmp_path / "source", 4096, 20
     source.mkdir()
     if shutil.disk_usage(tmp_path).free < 3 * 2**30:
         pytest.skip("less than 3 GB of disk")

@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": BASE | {"checkpoint", "formats", "kernels", "models", "runtime"},
 }
 BELOW_INTEGRATIONS = {*ALLOWED, "__init__"}
-"""`integrations` may import everything below the command line; `cli`, `__main__`, `doctor` and the package anything."""
+"""`integrations` may import everything below the command line; the members of TOP anything."""
 TOP = {"cli", "__main__", "doctor", "__init__"}
 NATIVE = ("trilobite.kernels.cpu", "trilobite.kernels.native")
 SHARED_KERNELS = {
@@ -61,7 +61,7 @@ def forbidden(path: Path, tree: ast.AST) -> list[str]:
     part = part_of(path)
     wrong = []
     for module in imports(tree):
-        target = (module.split(".") + ["__init__"])[1]
+        target = [*module.split("."), "__init__"][1]
         if part == target or part in TOP:
             continue
         allowed = BELOW_INTEGRATIONS if part == "integrations" else ALLOWED.get(part, set())
@@ -109,7 +109,7 @@ def test_a_right_import_is_accepted(line: str) -> None:
 
 
 def test_backends_are_imported_by_the_operators_only() -> None:
-    """Others ask kernels/ops.py; the quantizers have a native module of their own, and doctor reports the machine."""
+    """Others ask kernels/ops.py; quantizers have a native module of their own, doctor reports the machine."""
     backends = {
         f"trilobite.kernels.{p.stem}"
         for p in (SRC / "kernels").glob("*.py")

@@ -14,7 +14,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(scope="module")
 def decaying() -> Tensor:
-    """1500 x 1200: singular values 1/sqrt(i), as quantization residuals of trained matrices have, over noise."""
+    """1500 x 1200: singular values 1/sqrt(i), as residuals of trained matrices have, over noise."""
     u = torch.linalg.qr(normal(1500, 200, seed=1)).Q
     v = torch.linalg.qr(normal(1200, 200, seed=2)).Q
     return (u * torch.arange(1, 201).pow(-0.5)) @ v.T + normal(1500, 1200, seed=3) * 1e-3

@@ -68,7 +68,7 @@ def test_error_on_gaussian_weights(
 ) -> None:
     """Published figures; at sigma 0.02 the l_p shrink of HQQ would be zero without normalisation.
 
-    The lower ends are sane too: below them lies the rate-distortion theory of such a grid, or a bug in the measure.
+    The lower ends are there too: an error below them means a bug in the measure.
     """
     assert low <= nmse(gaussian * sigma, fmt, method) <= high
 
@@ -111,17 +111,18 @@ def test_search_is_never_worse_than_its_start(fmt: Format) -> None:
     groups = normal(300, 64) * normal(300, 1, seed=3).exp()
     start = rtn(groups, fmt)
     before = sum_of_squares(groups, start, fmt)
-    for line in (search(groups, fmt), search(groups, fmt, start)):
-        after = sum_of_squares(groups, line, fmt)
+    for steps in (0, 1, 8):
+        after = sum_of_squares(groups, search(groups, fmt, steps), fmt)
         assert (after <= before * (1 + 1e-5)).all()
         assert float(after.sum()) < 0.999 * float(before.sum()) or fmt.bits == 8
 
 
-def test_search_from_a_start_improves_on_that_start() -> None:
+def test_more_steps_of_search_are_better() -> None:
     groups = normal(200, 64)
-    best = search(groups, INT2)
-    again = search(groups, INT2, best)
-    assert (sum_of_squares(groups, again, INT2) <= sum_of_squares(groups, best, INT2) * (1 + 1e-5)).all()
+    errors = [
+        float(sum_of_squares(groups, search(groups, INT2, steps), INT2).sum()) for steps in (0, 1, 4, 8)
+    ]
+    assert errors == sorted(errors, reverse=True)
 
 
 def test_search_beats_a_fine_grid_of_clipped_ranges() -> None:
@@ -140,7 +141,7 @@ def test_search_beats_a_fine_grid_of_clipped_ranges() -> None:
 
 
 def literal_hqq(w: list[float], bits: int) -> tuple[float, float]:
-    """MiLo eq. 6-9 for one group, word by word, on weights divided by their standard deviation: (scale, z)."""
+    """MiLo eq. 6-9 for one group, word by word, on weights over their standard deviation: (scale, z)."""
     mean = sum(w) / len(w)
     sigma = math.sqrt(sum((x - mean) ** 2 for x in w) / len(w))
     w = [x / sigma for x in w]

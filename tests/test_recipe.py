@@ -216,8 +216,9 @@ def test_auto_ranks(name: str, experts: int, shared: bool, kind: str) -> None:
 
 
 def test_auto_ranks_are_those_of_table_4() -> None:
-    """Mixtral-8x7B (h 4096): dense 512 + kurtosis 16, dense 1024 + kurtosis 32; DeepSeek-MoE (h 2048): dense 800,
-    dense 1024 + frequency 32."""
+    """Mixtral-8x7B (h 4096): dense 512 + kurtosis 16, dense 1024 + kurtosis 32.
+
+    DeepSeek-MoE (h 2048): dense 800, dense 1024 + frequency 32."""
     table = {
         ("milo-s1", "coarse", 4096): [("dense", 512), ("kurtosis", 16)],
         ("milo-s2", "coarse", 4096): [("dense", 1024), ("kurtosis", 32)],

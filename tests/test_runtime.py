@@ -133,7 +133,7 @@ def test_faults_in_experts_are_far_off(models: Callable[[str], Model], model_typ
             # A private mapping: the file stays as it is.
             lost.zero_()
     errors = token_errors(model.logits(broken), expected)
-    # One expert of four, two of which are active, or a third of its input: many tokens, not all, and not far for some.
+    # One expert of four, two of which are active, or a third of its input: many tokens, not all.
     assert float(errors.quantile(0.75)) > (0.05 if fault == "zero a tile" else 0.12)
 
 
@@ -231,7 +231,7 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
 
 
 def rewrite(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
-    """Edit the tensors of a packed checkpoint in a consistent file, so that only our own checks can notice."""
+    """Edit the tensors of a packed checkpoint in a consistent file: only our own checks can notice."""
     file = path / "model-00001-of-00001.safetensors"
     with safe_open(file, "pt") as f:
         tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
@@ -304,7 +304,7 @@ def test_a_truncated_file(broken: Path, way: str) -> None:
         with refused(CheckpointError, file.name, "118 bytes shorter than its header says"):
             load(str(broken))
     else:
-        with pytest.raises(Exception, match="(?i)incomplete|shorter|invalid"):
+        with pytest.raises(Exception, match=r"(?i)incomplete|shorter|invalid"):
             AutoModelForCausalLM.from_pretrained(broken)
 
 

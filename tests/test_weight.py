@@ -85,8 +85,9 @@ def test_factors_against_the_slow_ones(kind: str, rank: int, length: int, seed: 
     assert np.array_equal(decoded.numpy(), oracle.decode_factor(stored.numpy(), length, bits))
     step = factor_groups(factor).abs().amax(-1) / 2 ** (bits - 1)
     error = factor_groups(decoded - factor).abs().amax(-1)
-    # Within a step of absmax scaling; the search at 3 bits may clip a little more than that.
-    assert (error <= step * (1.02 if bits == 8 else 2)).all()
+    # Within a step of absmax scaling, and what rounding its scale to fp16 moves the largest code; the search at 3 bits
+    # may clip a little more than that.
+    assert (error <= step * (1.1 if bits == 8 else 2)).all()
 
 
 def test_fp16_factors_are_halves() -> None:
@@ -178,8 +179,8 @@ def test_parts_that_do_not_fit_are_refused(fault: str) -> None:
 
 
 def test_a_missing_second_level_is_refused_where_the_tile_shows_it() -> None:
-    """Without `scale` an asymmetric double quantized tile has the size of a symmetric plain one: the index of the
-    checkpoint has to notice (test_runtime.py)."""
+    """Without `scale` an asymmetric double quantized tile has the size of a symmetric plain one: the index of
+    the checkpoint has to notice (test_runtime.py)."""
     w = packed(40, 128, fmt="int3-g32-sym-dq")
     with pytest.raises(ShapeError, match="no known format"):
         check(replace(w, scale=None))

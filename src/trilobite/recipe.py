@@ -172,7 +172,9 @@ def parse_rank(text: str, hidden: int) -> int:
         return max(1, round(int(m[1] or 1) * hidden / int(m[2] or 1)))
     if text.isdigit():
         return int(text)
-    raise RecipeError(f"rank {text!r}: expected an integer or a fraction of the hidden size, for example 16 or h/8")
+    raise RecipeError(
+        f"rank {text!r}: expected an integer or a fraction of the hidden size, for example 16 or h/8"
+    )
 
 
 def parse_policies(text: str, hidden: int) -> list[tuple[str, int]]:
@@ -192,12 +194,16 @@ def parse_policies(text: str, hidden: int) -> list[tuple[str, int]]:
 def recipe_from_dict(data: Any, name: str) -> Recipe:
     """Read plain data (from YAML or JSON) as a recipe. Raises RecipeError that names the offending key."""
     if not isinstance(data, dict) or not isinstance(data.get("rules"), list) or not data["rules"]:
-        raise RecipeError(f"recipe {name}: expected a mapping with a non-empty list 'rules' (docs/recipes.md)")
+        raise RecipeError(
+            f"recipe {name}: expected a mapping with a non-empty list 'rules' (docs/recipes.md)"
+        )
     known = {"name", "rank", "compensator", "iterations", "cap", "roles", "rules", "summary"}
     _reject_unknown(data, known, f"recipe {name}")
     compensator = data.get("compensator", "int3")
     if compensator not in COMPENSATORS:
-        raise RecipeError(f"recipe {name}: compensator {compensator!r}; expected one of {', '.join(COMPENSATORS)}")
+        raise RecipeError(
+            f"recipe {name}: compensator {compensator!r}; expected one of {', '.join(COMPENSATORS)}"
+        )
     iterations = data.get("iterations", 20)
     if not isinstance(iterations, int) or iterations < 1:
         raise RecipeError(f"recipe {name}: iterations {iterations!r}; expected an integer of at least 1")
@@ -205,7 +211,9 @@ def recipe_from_dict(data: Any, name: str) -> Recipe:
     if not rank.startswith("auto:"):
         parse_policies(rank, 4096)
     elif rank.removeprefix("auto:") not in MILO_RANKS:
-        raise RecipeError(f"recipe {name}: rank {rank!r}; known are {', '.join('auto:' + r for r in MILO_RANKS)}")
+        raise RecipeError(
+            f"recipe {name}: rank {rank!r}; known are {', '.join('auto:' + r for r in MILO_RANKS)}"
+        )
     roles = data.get("roles") or {}
     if not isinstance(roles, dict):
         raise RecipeError(f"recipe {name}: roles {roles!r}; expected a mapping from name pattern to role")
@@ -333,10 +341,14 @@ PRESETS: dict[str, Recipe] = {
         _preset("search3", "int3-g64", "search", "3-bit, scale and offset of least error per group"),
         _preset("int8", "int8-g64", "rtn", "8-bit: near lossless"),
         _preset("int4", "int4-g64", "search", "4-bit, scale and offset of least error per group"),
-        _preset("milo-s1", "int3-g64", "search", "3-bit with low-rank compensators, small", rank="auto:milo-s1"),
-        _preset("milo-s2", "int3-g64", "search", "3-bit with low-rank compensators, large", rank="auto:milo-s2"),
-        _published("milo-s1-paper", "MiLo-s1 exactly as published"),
-        _published("milo-s2-paper", "MiLo-s2 exactly as published"),
+        _preset(
+            "milo-s1", "int3-g64", "search", "3-bit with low-rank compensators, small", rank="auto:milo-s1"
+        ),
+        _preset(
+            "milo-s2", "int3-g64", "search", "3-bit with low-rank compensators, large", rank="auto:milo-s2"
+        ),
+        _published("milo-s1-paper", "MiLo-s1 with the published quantizer and ranks"),
+        _published("milo-s2-paper", "MiLo-s2 with the published quantizer and ranks"),
         _mixed("mixed-4-3", "int4-g64", "int3-g64", "4-bit dense parts, 3-bit experts (MoE offloading)"),
         _mixed("mixed-4-2", "int4-g64", "int2-g64", "4-bit dense parts, 2-bit experts (MoE offloading)"),
     )

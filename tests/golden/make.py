@@ -1,7 +1,7 @@
 """Write `v1.json`: bytes of packed weights in format version 1 and the values that they stand for.
 
-Made from the specification alone (tests/oracle.py), not by the code under test. The files of a format version never
-change once released; a new version gets a new file.
+Made from the specification alone (tests/oracle.py), not by the code under test. The files of a format version
+never change once released; a new version gets a new file.
 
     python tests/golden/make.py > tests/golden/v1.json
 """

@@ -324,7 +324,9 @@ def read_report(path: Path) -> dict[str, Any]:
 def check_finished(path: Path) -> None:
     """Raise CheckpointError when `path` holds a run of `trilobite compress` that did not end."""
     if (path / PARTIAL).exists() and not (path / "config.json").exists():
-        raise CheckpointError(f"{path}: an unfinished run; run the same `trilobite compress` again to finish it")
+        raise CheckpointError(
+            f"{path}: an unfinished run; run the same `trilobite compress` again to finish it"
+        )
 
 
 def check_version(version: object, where: str) -> None:

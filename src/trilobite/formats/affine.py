@@ -85,14 +85,18 @@ def format_of(packed: Tensor, scale: Tensor | None, k: int) -> Format:
     Raises ShapeError when no format has such a tile.
     """
     if packed.dim() != 3 or packed.shape[1] == 0 or k % packed.shape[1]:
-        raise ShapeError(f"packed tensor of shape {list(packed.shape)} does not belong to a matrix with K={k}")
+        raise ShapeError(
+            f"packed tensor of shape {list(packed.shape)} does not belong to a matrix with K={k}"
+        )
     group = k // packed.shape[1]
     for bits in (2, 3, 4, 8):
         for symmetric in (False, True):
             fmt = Format(bits=bits, group=group, symmetric=symmetric, double_quant=scale is not None)
             if group % BLOCK == 0 and tile_bytes(fmt, k) == packed.shape[2]:
                 return fmt
-    raise ShapeError(f"tiles of {packed.shape[2]} bytes for groups of {group} columns belong to no known format")
+    raise ShapeError(
+        f"tiles of {packed.shape[2]} bytes for groups of {group} columns belong to no known format"
+    )
 
 
 def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
@@ -127,7 +131,9 @@ def check_range(scale: Tensor, offset: Tensor | None) -> None:
     for part in (scale, offset):
         # One by one: max(0.0, nan) is 0.0.
         if part is not None and not (top := _absmax(part)) <= FP16_MAX:
-            raise WeightError(f"scales reach {top:.3g}, fp16 ends at {FP16_MAX:.0f}: the weights are out of range")
+            raise WeightError(
+                f"scales reach {top:.3g}, fp16 ends at {FP16_MAX:.0f}: the weights are out of range"
+            )
 
 
 def _absmax(t: Tensor) -> float:
@@ -154,7 +160,9 @@ def _double_quantize(values: Tensor, per: int) -> tuple[Tensor, Tensor, Tensor]:
     v = v.reshape(bands, -1, per * rows)
     low, high = v.amin(-1, keepdim=True), v.amax(-1, keepdim=True)
     step = (high - low) / 255
-    code = torch.where(step > 0, (v - low) / step.clamp_min(1e-38), torch.zeros_like(v)).round_().clamp_(0, 255)
+    code = (
+        torch.where(step > 0, (v - low) / step.clamp_min(1e-38), torch.zeros_like(v)).round_().clamp_(0, 255)
+    )
     value = (code * step + low).reshape(bands, groups + pad, rows)[:, :groups]
     pair = torch.cat((step, low), -1)
     return code.to(torch.uint8).reshape(bands, groups + pad, rows)[:, :groups], pair, value

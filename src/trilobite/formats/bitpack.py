@@ -43,7 +43,11 @@ def pack_blocks(codes: Tensor, bits: int) -> Tensor:
     if n % ROWS or k % BLOCK:
         raise ShapeError(f"pack: codes are [{n}, {k}]; rows must be a multiple of {ROWS}, columns of {BLOCK}")
     # [B, 16 rows, C, 8 steps, 4] -> [B, C, 8 steps, 64 bytes]
-    s = codes.view(n // ROWS, ROWS, k // BLOCK, 8, 4).permute(0, 2, 3, 1, 4).reshape(n // ROWS, k // BLOCK, 8, 64)
+    s = (
+        codes.view(n // ROWS, ROWS, k // BLOCK, 8, 4)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(n // ROWS, k // BLOCK, 8, 64)
+    )
     if bits == 8:
         planes = s
     elif bits == 4:
@@ -91,7 +95,7 @@ def pack_stream(codes: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return codes.clone()
-    octets = codes.view(*codes.shape[:-1], -1, 8).to(torch.int64)
+    octets = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8).to(torch.int64)
     word = (octets << (bits * torch.arange(8, device=codes.device))).sum(-1)
     return torch.stack([(word >> (8 * i)) & 255 for i in range(bits)], -1).to(torch.uint8).flatten(-2)
 
@@ -103,7 +107,7 @@ def unpack_stream(stream: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return stream.clone()
-    octets = stream.view(*stream.shape[:-1], -1, bits).to(torch.int64)
+    octets = stream.reshape(*stream.shape[:-1], stream.shape[-1] // bits, bits).to(torch.int64)
     word = (octets << (8 * torch.arange(bits, device=stream.device))).sum(-1)
     shifts = bits * torch.arange(8, device=stream.device)
     codes: Tensor = (word[..., None] >> shifts) & (2**bits - 1)

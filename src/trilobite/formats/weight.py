@@ -70,8 +70,13 @@ def check(w: PackedWeight, name: str = "weight") -> None:
     fmt = w.format
     expected = affine.packed_shape(fmt, n, k)
     if tuple(w.packed.shape) != expected:
-        raise ShapeError(f"{name}: packed codes are {list(w.packed.shape)}, a [{n}, {k}] matrix needs {list(expected)}")
-    if w.scale is not None and (w.scale.dtype, tuple(w.scale.shape)) != (torch.uint8, affine.scale_shape(fmt, n, k)):
+        raise ShapeError(
+            f"{name}: packed codes are {list(w.packed.shape)}, a [{n}, {k}] matrix needs {list(expected)}"
+        )
+    if w.scale is not None and (w.scale.dtype, tuple(w.scale.shape)) != (
+        torch.uint8,
+        affine.scale_shape(fmt, n, k),
+    ):
         raise ShapeError(
             f"{name}: second-level scales are {w.scale.dtype} {list(w.scale.shape)}, a [{n}, {k}] matrix needs "
             f"torch.uint8 {affine.scale_shape(fmt, n, k)}"
@@ -103,13 +108,15 @@ def compensator_of(factor: Tensor) -> str:
     for name, bits in COMPENSATORS.items():
         if factor.dim() == 3 and factor.dtype == torch.uint8 and factor.shape[2] == LR_GROUP // 8 * bits + 2:
             return name
-    raise ShapeError(f"a compensator factor of shape {list(factor.shape)} {factor.dtype} belongs to no known format")
+    raise ShapeError(
+        f"a compensator factor of shape {list(factor.shape)} {factor.dtype} belongs to no known format"
+    )
 
 
 def factor_groups(factor: Tensor) -> Tensor:
     """Cut a factor into its scale groups, the last one padded with zeros: [R, L] -> [R, ceil(L/64), 64]."""
     padded = torch.nn.functional.pad(factor, (0, -factor.shape[1] % LR_GROUP))
-    return padded.view(factor.shape[0], -1, LR_GROUP)
+    return padded.view(factor.shape[0], padded.shape[1] // LR_GROUP, LR_GROUP)
 
 
 def encode_factor(factor: Tensor, scale: Tensor, compensator: str) -> Tensor:
@@ -120,13 +127,15 @@ def encode_factor(factor: Tensor, scale: Tensor, compensator: str) -> Tensor:
     factor: [R, L] fp32    scale: [R, ceil(L/64)] fp32, ignored for fp16    returns: the stored form
     """
     if compensator == "fp16":
-        return factor.half()
+        return factor.half().contiguous()
     bits = COMPENSATORS[compensator]
     centre = 2 ** (bits - 1)
     half = scale[..., None].half()
     step = half.float()
     inverse = torch.where(step != 0, 1 / step, torch.zeros_like(step))
-    codes = (factor_groups(factor) * inverse).round_().clamp_(-centre, centre - 1).add_(centre).to(torch.uint8)
+    codes = (
+        (factor_groups(factor) * inverse).round_().clamp_(-centre, centre - 1).add_(centre).to(torch.uint8)
+    )
     return torch.cat((pack_stream(codes, bits), half.view(torch.uint8)), -1)
 
 

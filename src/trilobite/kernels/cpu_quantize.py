@@ -25,9 +25,11 @@ class _Args(Structure):
     """`trilobite_quantize_args`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("w", "start_scale", "start_offset", "scale", "offset")),
-        *((name, c_void_p) for name in ("original", "values", "packed")),
-        *((name, c_int64) for name in ("rows", "k", "group", "bits", "symmetric", "method", "steps", "threads")),
+        *((name, c_void_p) for name in ("w", "scale", "offset", "original", "values", "packed")),
+        *(
+            (name, c_int64)
+            for name in ("rows", "k", "group", "bits", "symmetric", "method", "steps", "threads")
+        ),
     )
 
 
@@ -41,7 +43,6 @@ def quantize_band(
     fmt: Format,
     method: str,
     *,
-    start: Line | None,
     steps: int,
     original: Tensor,
     residual: Tensor,
@@ -49,7 +50,7 @@ def quantize_band(
 ) -> tuple[Line, Tensor | None]:
     """Quantize a band of rows on the calling thread.
 
-    w, original: [N, K] fp32    start: [N, K/G] scale and offset to improve on (search only)    steps: of search
+    w, original: [N, K] fp32    steps: alternations of search from each start
     residual: [N, K] fp32, receives the original minus what is stored    packed: whether to make tiles
     returns: the line [N, K/G] fp32 as found; the tiles or None
     Raises ShapeError for shapes that do not fit.
@@ -65,12 +66,7 @@ def quantize_band(
     scale = torch.empty(n, shape[1])
     offset = None if fmt.symmetric else torch.empty(n, shape[1])
     tiles = torch.empty(shape, dtype=torch.uint8) if packed else None
-    begin: tuple[Tensor | None, Tensor | None] = (None, None)
-    if start is not None and method == "search":
-        begin = start[0].contiguous(), None if start[1] is None else start[1].contiguous()
-        if any(part is not None and part.shape != scale.shape for part in begin):
-            raise ShapeError(f"quantize: start of shape {list(start[0].shape)}; expected {list(scale.shape)}")
-    tensors = (w, *begin, scale, offset, original, residual, tiles)
+    tensors = (w, scale, offset, original, residual, tiles)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], steps, 1)
     if _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes))):

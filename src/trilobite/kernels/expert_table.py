@@ -117,7 +117,9 @@ def expert_weight(slab: Tensor, row: Tensor, shape: tuple[int, int]) -> PackedWe
 def _part(slab: Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if at < 0 or at + nbytes > slab.numel():
-        raise ShapeError(f"experts: a part of {nbytes} bytes at {at} does not fit a slab of {slab.numel()} bytes")
+        raise ShapeError(
+            f"experts: a part of {nbytes} bytes at {at} does not fit a slab of {slab.numel()} bytes"
+        )
     part = slab[at : at + nbytes]
     if (part.data_ptr() if part.device.type == "cpu" else at) % dtype.itemsize:
         part = part.clone()

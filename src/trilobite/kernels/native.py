@@ -56,7 +56,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / NAME
 
 
-ABI = 1
+ABI = 2
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 

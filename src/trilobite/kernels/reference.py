@@ -38,7 +38,9 @@ def gate_fn(name: str) -> Callable[[Tensor, Tensor], Tensor]:
 
         return gpt_oss
     if name not in ACT2FN:
-        raise ArchitectureError(f"activation {name!r} is unknown; known are {GPT_OSS} and those of transformers")
+        raise ArchitectureError(
+            f"activation {name!r} is unknown; known are {GPT_OSS} and those of transformers"
+        )
     act = ACT2FN[name]
     return lambda gate, up: act(gate) * up
 

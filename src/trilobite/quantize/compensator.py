@@ -16,7 +16,8 @@ def quantize_factors(u: Tensor, v: Tensor, compensator: str) -> tuple[Tensor, Te
     """
     lrb = quantize_factor(v, compensator)
     stored = decode_factor(lrb, v.shape[1])
-    return quantize_factor(_fit_left(u, v, stored).T.contiguous(), compensator), lrb
+    fitted = fit_factor((stored @ v.T) @ u.T, stored @ stored.T)
+    return quantize_factor(fitted, compensator), lrb
 
 
 def quantize_factor(factor: Tensor, compensator: str) -> Tensor:
@@ -36,11 +37,13 @@ def quantize_factor(factor: Tensor, compensator: str) -> Tensor:
     return encode_factor(factor, scale.view(groups.shape[:2]), compensator)
 
 
-def _fit_left(u: Tensor, v: Tensor, stored: Tensor) -> Tensor:
-    """The U' [N, R] of least |U V - U' V_stored|_F; ridge-regularised, as small terms may round to zero vectors."""
-    gram = (stored @ stored.T).double()
-    ridge = 1e-6 * gram.diagonal().mean().clamp_min(1e-30)
-    gram.diagonal().add_(ridge)
-    cross = (stored @ v.T).double()
-    fit: Tensor = torch.linalg.solve(gram, cross)
-    return u @ fit.T.float()
+def fit_factor(cross: Tensor, gram: Tensor) -> Tensor:
+    """The least-squares factor gram^-1 cross [R, L]; ridge-regularised, as small terms may round to zero vectors.
+
+    cross: [R, L] fp32, products of the other factor with the residual    gram: [R, R] fp32, with itself
+    """
+    gram64 = gram.double()
+    ridge = 1e-6 * gram64.diagonal().mean().clamp_min(1e-30)
+    regular = gram64 + ridge * torch.eye(len(gram), dtype=torch.float64, device=gram.device)
+    fitted: Tensor = torch.linalg.solve(regular, cross.double())
+    return fitted.float()

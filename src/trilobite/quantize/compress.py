@@ -73,7 +73,9 @@ def prepare(
     """
     method = source.config.get("quantization_config", {}).get("quant_method")
     if method == "trilobite":
-        raise RecipeError(f"{source.path}: already packed by Trilobite; compress the original checkpoint instead")
+        raise RecipeError(
+            f"{source.path}: already packed by Trilobite; compress the original checkpoint instead"
+        )
     matrices = identify(source, extra_rules=recipe.roles, keep_unmatched=keep_unmatched)
     return make_plan(
         source, matrices, recipe, frequency=frequency, known_ranks=known_ranks, progress=progress
@@ -237,7 +239,9 @@ def _single_threaded_torch(jobs: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _process(source: Source, line: PlanLine, recipe: Recipe, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+def _process(
+    source: Source, line: PlanLine, recipe: Recipe, device: torch.device
+) -> tuple[list[Tensor], dict[str, Any]]:
     """The tensors to store for one plan line, in order, and what the report says of them."""
     w = read_matrix(source, line.matrix)
     if line.format is None:
@@ -297,7 +301,9 @@ def pick_device(name: str) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise RecipeError(f"device {name!r}: expected auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
+        raise RecipeError(
+            "device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch"
+        )
     cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if cuda else "cpu")
 

@@ -12,7 +12,9 @@ WARM_POWER_ITERATIONS = 0
 slowly, and its error cannot rise."""
 
 
-def truncated_svd(e: Tensor, rank: int, *, seed: int, start: Tensor | None = None) -> tuple[Tensor, Tensor, float]:
+def truncated_svd(
+    e: Tensor, rank: int, *, seed: int, start: Tensor | None = None
+) -> tuple[Tensor, Tensor, float]:
     """Best rank-`rank` approximation U V of E, each factor carrying the square root of the singular values.
 
     Large matrices use randomised subspace iteration with oversampling (Halko et al. 2011), started from `start` where

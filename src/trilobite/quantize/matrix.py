@@ -13,7 +13,7 @@ from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import cpu_quantize
 from trilobite.quantize.hqq import hqq
 from trilobite.quantize.rtn import rtn
-from trilobite.quantize.search import STEPS, WARM_STEPS, search
+from trilobite.quantize.search import STEPS, search
 from trilobite.recipe import Format
 
 Line = tuple[Tensor, Tensor | None]
@@ -43,18 +43,15 @@ def bands(n: int, k: int) -> Iterator[slice]:
         yield slice(first, min(n, first + step))
 
 
-def find_line(w: Tensor, fmt: Format, method: str, start: Line | None = None) -> Line:
+def find_line(w: Tensor, fmt: Format, method: str, steps: int = STEPS) -> Line:
     """Scale and offset per group of a band of rows, in PyTorch.
 
-    w: [N, K] fp32    start: [N, K/G] scale and offset to improve on (method `search` only; others begin afresh)
+    w: [N, K] fp32    steps: alternations of `search` from each start
     returns: scale, offset [N, K/G] fp32 (offset None for a symmetric format)
     """
     n, k = w.shape
     groups = w.reshape(-1, fmt.group_size(k))
-    if start is not None and method == "search":
-        scale, offset = search(groups, fmt, (start[0].flatten(), None if start[1] is None else start[1].flatten()))
-    else:
-        scale, offset = METHODS[method](groups, fmt)
+    scale, offset = search(groups, fmt, steps) if method == "search" else METHODS[method](groups, fmt)
     return scale.view(n, -1), None if offset is None else offset.view(n, -1)
 
 
@@ -63,31 +60,32 @@ def quantize_band(
     fmt: Format,
     method: str,
     *,
-    start: Line | None = None,
+    steps: int = STEPS,
     original: Tensor | None = None,
     residual: Tensor | None = None,
     packed: bool = True,
 ) -> Band:
     """Find the lines of a band, round it to the grid that they become in storage, and lay it out in tiles.
 
-    w: [N, K] fp32    start: see `find_line`    original: [N, K] fp32, what the residual is taken from (default w)
+    w: [N, K] fp32    steps: see `find_line`    original: [N, K] fp32, what the residual is taken from (default w)
     residual: [N, K] fp32, contiguous, where the residual is written (default: new)    packed: whether to make tiles
     Runs natively where the library supports it.
     """
     original = w if original is None else original
     residual = torch.empty_like(w) if residual is None else residual
     if cpu_quantize.supports(w, fmt, method):
-        steps = STEPS if start is None else WARM_STEPS
         line, tiles = cpu_quantize.quantize_band(
-            w, fmt, method, start=start, steps=steps, original=original, residual=residual, packed=packed
+            w, fmt, method, steps=steps, original=original, residual=residual, packed=packed
         )
         affine.check_range(*line)
         return Band(line=line, residual=residual, tiles=tiles, super=None)
     n, k = w.shape
-    line = find_line(w, fmt, method, start)
+    line = find_line(w, fmt, method, steps)
     grid = affine.make_grid(*line, fmt)
     codes = affine.round_to_grid(w, grid, fmt)
-    values = codes.view(n, -1, fmt.group_size(k)).float().mul_(grid.scale[..., None]).add_(grid.offset[..., None])
+    values = (
+        codes.view(n, -1, fmt.group_size(k)).float().mul_(grid.scale[..., None]).add_(grid.offset[..., None])
+    )
     tiles = affine.encode(codes, grid, fmt) if packed else None
     torch.sub(original, values.view(n, k), out=residual)
     return Band(line=line, residual=residual, tiles=tiles, super=grid.super)
@@ -151,7 +149,9 @@ def check_finite(w: Tensor) -> Tensor:
     """Return `w`; raise WeightError when it holds NaN or infinity."""
     if not bool(torch.isfinite(w.sum())) and not bool(torch.isfinite(w).all()):
         bad = int((~torch.isfinite(w)).sum())
-        raise WeightError(f"{bad} of {w.numel()} weights are NaN or infinite; the source checkpoint is damaged")
+        raise WeightError(
+            f"{bad} of {w.numel()} weights are NaN or infinite; the source checkpoint is damaged"
+        )
     return w
 
 

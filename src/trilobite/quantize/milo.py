@@ -7,14 +7,19 @@ import torch
 from torch import Tensor
 
 from trilobite.formats.weight import PackedWeight, decode_factor
-from trilobite.quantize.compensator import quantize_factors
+from trilobite.quantize.compensator import fit_factor, quantize_factor, quantize_factors
 from trilobite.quantize.lowrank import truncated_svd
-from trilobite.quantize.matrix import Line, Tiles, bands, check_finite, quantize_band, sum_of_squares
+from trilobite.quantize.matrix import Tiles, bands, check_finite, quantize_band, sum_of_squares
 from trilobite.recipe import Format
 
 WINDOW = 3
 TOLERANCE = 1e-4
 """Stop rule (eq. 15): the mean error of three iterations fell by less than this share, or rose."""
+DRAFT_STEPS = 1
+"""Alternations of `search` inside the loop. Codes that are only nearly the best leave more for the low rank to find:
+the stored error is lower than with the full search in every round, and so is the time."""
+REFITS = 2
+"""Rounds in which 3-bit factors are fitted once more against the codes, and the codes against the factors as stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +46,8 @@ class Compensation:
     seed: int = 0
 
 
-@dataclass
-class _Iterate:
-    error: float
-    line: Line
-    u: Tensor
-    v: Tensor
+Factors = tuple[Tensor, Tensor]
+"""U [N, R] and V [R, K], fp32."""
 
 
 def milo(w: Tensor, fmt: Format, method: str, compensation: Compensation) -> MiloResult:
@@ -58,29 +59,26 @@ def milo(w: Tensor, fmt: Format, method: str, compensation: Compensation) -> Mil
 
     w: [N, K] any float dtype    Raises WeightError for NaN, infinite or out-of-range weights.
     """
-    n, k = w.shape
-    norm = _norm(w)
-    work = torch.empty(n, k, device=w.device)
-    best: _Iterate | None = None
-    last: _Iterate | None = None
+    norm = math.sqrt(sum(sum_of_squares(check_finite(w[rows].float())) for rows in bands(*w.shape)))
+    work = torch.empty(w.shape, device=w.device)
+    best: Factors | None = None
+    last: Factors | None = None
     errors: list[float] = []
-    best_at = 0
-    for step in range(compensation.iterations):
-        line, residual = _quantize_residual(w, fmt, method, last, work)
-        u, v, energy = truncated_svd(
-            work, compensation.rank, seed=compensation.seed, start=None if last is None else last.v
-        )
-        error = max(residual - energy, 0.0) ** 0.5 / norm if norm else 0.0
-        errors.append(error)
-        last = _Iterate(error, line, u, v)
-        if best is None or error < best.error:
-            best, best_at = last, step
+    for _ in range(compensation.iterations):
+        residual = _draft(w, fmt, method, last, work)
+        start = None if last is None else last[1]
+        u, v, energy = truncated_svd(work, compensation.rank, seed=compensation.seed, start=start)
+        last = u, v
+        errors.append(math.sqrt(max(residual - energy, 0.0)) / norm if norm else 0.0)
+        if errors[-1] <= min(errors):
+            best = last
         if converged(errors):
             break
     assert best is not None
+    lra, lrb = _stored_factors(w, fmt, method, best, compensation.compensator, work)
     del work, last
-    weight, error = _stored(w, fmt, method, best, compensation.compensator)
-    return MiloResult(weight=weight, error=error, errors=errors, best=best_at)
+    weight, error = _final(w, fmt, method, lra, lrb)
+    return MiloResult(weight=weight, error=error, errors=errors, best=errors.index(min(errors)))
 
 
 def converged(errors: list[float]) -> bool:
@@ -91,47 +89,59 @@ def converged(errors: list[float]) -> bool:
     return before - now < TOLERANCE * before
 
 
-def _norm(w: Tensor) -> float:
-    return math.sqrt(sum(sum_of_squares(check_finite(w[rows].float())) for rows in bands(*w.shape)))
-
-
-def _quantize_residual(
-    w: Tensor, fmt: Format, method: str, last: _Iterate | None, work: Tensor
-) -> tuple[Line, float]:
-    """Quantize W - U V band by band, leave E = W - W_dq in `work`; returns the line and |E|_F^2."""
-    scales, offsets, total = [], [], 0.0
+def _draft(w: Tensor, fmt: Format, method: str, factors: Factors | None, work: Tensor) -> float:
+    """Quantize W - U V band by band, leave E = W - W_dq in `work`; returns |E|_F^2."""
+    total = 0.0
     for rows in bands(*w.shape):
         original = w[rows].float()
-        target, start = original, None
-        if last is not None:
-            target = torch.addmm(original, last.u[rows], last.v, alpha=-1)
-            start = _rows(last.line, rows)
-        band = quantize_band(
-            target, fmt, method, start=start, original=original, residual=work[rows], packed=False
+        target = (
+            original if factors is None else torch.addmm(original, factors[0][rows], factors[1], alpha=-1)
         )
-        total += sum_of_squares(band.residual)
-        scales.append(band.line[0])
-        offsets.append(band.line[1])
-    found = [o for o in offsets if o is not None]
-    return (torch.cat(scales), torch.cat(found) if found else None), total
+        quantize_band(
+            target, fmt, method, steps=DRAFT_STEPS, original=original, residual=work[rows], packed=False
+        )
+        total += sum_of_squares(work[rows])
+    return total
 
 
-def _rows(line: Line, rows: slice) -> Line:
-    return line[0][rows], None if line[1] is None else line[1][rows]
-
-
-def _stored(
-    w: Tensor, fmt: Format, method: str, best: _Iterate, compensator: str
-) -> tuple[PackedWeight, float]:
-    """Store U and V, then refit the codes once against what was stored; also returns the relative error."""
+def _stored_factors(
+    w: Tensor, fmt: Format, method: str, factors: Factors, compensator: str, work: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Store U and V; 3-bit ones lose enough in it that fitting them to the residual again, in turn, pays."""
     n, k = w.shape
-    lra, lrb = quantize_factors(best.u, best.v, compensator)
+    lra, lrb = quantize_factors(*factors, compensator)
+    if compensator != "int3":
+        return lra, lrb
+    best = lra, lrb
+    least = math.inf
+    for step in range(REFITS + 1):
+        u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
+        energy = _draft(w, fmt, method, (u, v), work)
+        error = energy - _explained(work, u, v)
+        if error < least:
+            least, best = error, (lra, lrb)
+        if step < REFITS:
+            lra = quantize_factor(fit_factor(v @ work.T, v @ v.T), compensator)
+            u = decode_factor(lra, n).T
+            _draft(w, fmt, method, (u, v), work)
+            lrb = quantize_factor(fit_factor(u.T @ work, u.T @ u), compensator)
+    return best
+
+
+def _explained(e: Tensor, u: Tensor, v: Tensor) -> float:
+    """|E|^2 - |E - U V|^2."""
+    inner = (u.T @ e) * v
+    gram = (u.T @ u) * (v @ v.T)
+    return float(2 * inner.double().sum() - gram.double().sum())
+
+
+def _final(w: Tensor, fmt: Format, method: str, lra: Tensor, lrb: Tensor) -> tuple[PackedWeight, float]:
+    """The codes for W minus the stored U V, packed, and the relative error of all."""
+    n, k = w.shape
     u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
     tiles = Tiles(fmt, (n, k), w.device)
     for rows in bands(n, k):
         original = w[rows].float()
-        target = torch.addmm(original, u[rows], v, alpha=-1)
-        band = quantize_band(target, fmt, method, start=_rows(best.line, rows))
-        tiles.put(rows, band, original)
+        tiles.put(rows, quantize_band(torch.addmm(original, u[rows], v, alpha=-1), fmt, method), original)
     weight = PackedWeight(shape=(n, k), packed=tiles.packed, scale=tiles.scale, lra=lra, lrb=lrb)
     return weight, tiles.relative_error

@@ -115,13 +115,17 @@ def make_plan(
     known_ranks: ranks by matrix that an earlier call for the same checkpoint and recipe found, to be taken as they are.
     Raises RecipeError and ShapeError when the recipe does not fit; nothing has been written then.
     """
-    hidden = int(text_config(source.config).get("hidden_size") or text_config(source.config).get("d_model") or 0)
+    hidden = int(
+        text_config(source.config).get("hidden_size") or text_config(source.config).get("d_model") or 0
+    )
     experts = 1 + max((m.expert for m in matrices if m.expert is not None), default=-1)
     shared = any(m.role is Role.SHARED_EXPERT for m in matrices)
     rank = resolve_auto_rank(recipe.rank, experts=experts, shared=shared)
     lines = _whole_tensors(source, [_line(source, m, recipe) for m in matrices])
     if not any(line.format for line in lines):
-        raise RecipeError(f"recipe {recipe.name}: no tensor of this checkpoint matches a rule; nothing to compress")
+        raise RecipeError(
+            f"recipe {recipe.name}: no tensor of this checkpoint matches a rule; nothing to compress"
+        )
     policies = parse_policies(rank, hidden)
     wanted = known_ranks
     if wanted is None:
@@ -172,7 +176,9 @@ def _whole_tensors(source: Source, lines: Sequence[PlanLine]) -> list[PlanLine]:
         m = line.matrix
         if m.source in kept and (line.format is not None or m.view.scale):
             why = "holds all experts of a layer" if line.format else "is not in 16 bit"
-            raise RecipeError(f"{m.source}: {why} and cannot be kept in part or as it is; give its experts a format")
+            raise RecipeError(
+                f"{m.source}: {why} and cannot be kept in part or as it is; give its experts a format"
+            )
     result, seen = [], set()
     for line in lines:
         m = line.matrix
@@ -248,7 +254,9 @@ def _with_rank(line: PlanLine, rank: int, recipe: Recipe) -> PlanLine:
     name = line.matrix.name
     dtype = "F16" if COMPENSATORS[recipe.compensator] == 16 else "U8"
     factors = [
-        StoredTensor(name=f"{name}_{suffix}", dtype=dtype, shape=factor_shape(recipe.compensator, rank, length))
+        StoredTensor(
+            name=f"{name}_{suffix}", dtype=dtype, shape=factor_shape(recipe.compensator, rank, length)
+        )
         for suffix, length in zip(("lra", "lrb"), line.matrix.shape, strict=True)
     ]
     return replace(line, rank=rank, stored=(*line.stored, *factors))

@@ -31,7 +31,9 @@ def assign_ranks(candidates: Sequence[Candidate], policies: Sequence[tuple[str, 
     """
     ranks = {c.name: 0 for c in candidates}
     kinds = {kind for kind, _ in policies}
-    claimed = {role for kind in kinds for role in {"dense": DENSE_ROLES, "sparse": (Role.EXPERT,)}.get(kind, ())}
+    claimed = {
+        role for kind in kinds for role in {"dense": DENSE_ROLES, "sparse": (Role.EXPERT,)}.get(kind, ())
+    }
     for kind, r in policies:
         if kind == "dense":
             chosen = [c for c in candidates if c.role in DENSE_ROLES]
@@ -74,7 +76,10 @@ def share(scores: Sequence[float], caps: Sequence[int], average: int) -> list[in
         return [0] * len(scores)
     low, high = 0.0, 1.0
     positive = [max(s, 1e-9) for s in scores]
-    while sum(min(c, high * s) for c, s in zip(caps, positive, strict=True)) < total * (1 - 1e-12) and high < 1e18:
+    while (
+        sum(min(c, high * s) for c, s in zip(caps, positive, strict=True)) < total * (1 - 1e-12)
+        and high < 1e18
+    ):
         high *= 2
     for _ in range(100):
         middle = (low + high) / 2

@@ -15,36 +15,31 @@ SHRINKS = {2: (1.0, 0.85, 0.7, 0.55), 3: (1.0, 0.85, 0.7), 4: (1.0, 0.85), 8: (1
 """Factors on the min-max range to start from, by bits: the fewer codes, the more clipping pays."""
 STEPS = 8
 """Alternations from each start."""
-WARM_STEPS = 2
-"""Alternations from a given start: inside MiLo, whose next round continues where this one stops."""
 
 Line = tuple[Tensor, Tensor | None]
 
 
-def search(groups: Tensor, fmt: Format, start: Line | None = None) -> Line:
+def search(groups: Tensor, fmt: Format, steps: int = STEPS) -> Line:
     """Scale and offset of (locally) least squared error per group.
 
-    groups: [M, G] fp32    start: a line to improve on instead of searching afresh, so the error cannot rise
+    groups: [M, G] fp32    steps: alternations from each start
     returns: scale [M], offset [M] or None for a symmetric format
     """
-    if start is not None:
-        starts, steps = [start], WARM_STEPS
-    else:
-        scale, offset = rtn(groups, fmt)
-        starts, steps = [_shrunk(scale, offset, factor, fmt) for factor in SHRINKS[fmt.bits]], STEPS
+    scale, offset = rtn(groups, fmt)
     best_error = torch.full_like(groups[:, 0], torch.inf)
-    best_scale, best_offset = starts[0][0].clone(), None if starts[0][1] is None else starts[0][1].clone()
-    for scale, offset in starts:
+    best_scale, best_offset = scale, offset
+    for factor in SHRINKS[fmt.bits]:
+        line = _shrunk(scale, offset, factor, fmt)
         for step in range(steps + 1):
-            codes = _round(groups, scale, offset, fmt)
-            error = _error(groups, codes, scale, offset)
+            codes = _round(groups, *line, fmt)
+            error = _error(groups, codes, *line)
             better = error < best_error
             best_error = torch.where(better, error, best_error)
-            best_scale = torch.where(better, scale, best_scale)
-            if offset is not None and best_offset is not None:
-                best_offset = torch.where(better, offset, best_offset)
+            best_scale = torch.where(better, line[0], best_scale)
+            if line[1] is not None and best_offset is not None:
+                best_offset = torch.where(better, line[1], best_offset)
             if step < steps:
-                scale, offset = _fit(groups, codes, scale, offset)
+                line = _fit(groups, codes, *line)
     return best_scale, best_offset
 
 

@@ -35,7 +35,9 @@ class PackedExperts(nn.Module):
         down, transposed = original.down_proj, bool(getattr(original, "is_transposed", False))
         assert isinstance(down, Tensor)
         self.num_experts = int(down.shape[0])
-        self.hidden_size, self.intermediate_size = (int(s) for s in (down.shape[1:][::-1] if transposed else down.shape[1:]))
+        self.hidden_size, self.intermediate_size = (
+            int(s) for s in (down.shape[1:][::-1] if transposed else down.shape[1:])
+        )
         self.activation = _activation(original)
         self.interleaved = not getattr(original, "is_concatenated", True)
         self.transposed = transposed
@@ -97,7 +99,8 @@ class PackedExperts(nn.Module):
         """Find the slab that all parts lie in, or copy them into one and let the buffers be views of it."""
         matrices = self.matrices()
         weights: list[tuple[PackedWeight | None, PackedWeight, PackedWeight]] = [
-            (None if gate is None else gate.packed(), up.packed(), down.packed()) for gate, up, down in matrices
+            (None if gate is None else gate.packed(), up.packed(), down.packed())
+            for gate, up, down in matrices
         ]
         self.slab, self.table = build(weights)
         for e, row in enumerate(matrices):

@@ -40,7 +40,9 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
     config = _config(source)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        )
         if method == "trilobite":
             check_version(quantization.get("format_version"), str(source.path))
             known = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
@@ -51,7 +53,9 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
         )
     if found["missing_keys"]:
         names = sorted(found["missing_keys"])
-        raise CheckpointError(f"{source.path}: {len(names)} tensors are missing, first {names[0]}; copy it again")
+        raise CheckpointError(
+            f"{source.path}: {len(names)} tensors are missing, first {names[0]}; copy it again"
+        )
     if (source.path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source.path)
     model.name_or_path = str(source.path)
@@ -112,7 +116,9 @@ def _model_class(config: PreTrainedConfig, source: Source) -> type[PreTrainedMod
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]  # type: ignore[no-any-return]
-    raise ArchitectureError(f"{source.path}: {type(config).__name__} has no text generation model in transformers")
+    raise ArchitectureError(
+        f"{source.path}: {type(config).__name__} has no text generation model in transformers"
+    )
 
 
 def is_packed(path: Path) -> bool:

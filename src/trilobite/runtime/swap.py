@@ -77,7 +77,9 @@ def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
             experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = parts
     for path, indexed in experts.items():
         original = modules[path]
-        if not isinstance(getattr(original, "down_proj", None), nn.Parameter) or not hasattr(original, "config"):
+        if not isinstance(getattr(original, "down_proj", None), nn.Parameter) or not hasattr(
+            original, "config"
+        ):
             raise ArchitectureError(
                 f"{path}: {type(original).__name__} is not an experts module that can run packed; compress this model "
                 "with --keep expert"
