@@ -1,6 +1,6 @@
 """How close does the CPU engine come to what this machine can do?
 
-    python benchmarks/cpu.py [--quick] [--only experts,tokens,model,loading,overhead] [--markdown docs/performance.md]
+    python benchmarks/cpu.py [--quick] [--only experts,tokens,model,overhead,int8] [--markdown docs/performance.md]
 
 Every figure stands beside the limit measured in the same moment: the rate at which the same threads read the same
 memory, before and after each run of a kernel. The sets of weights exceed what a core's caches hold (Mixtral's layer:
@@ -285,7 +285,22 @@ def whole_models(quick: bool) -> tuple[str, list[dict[str, Any]]]:
                         print("  ".join(rows[-1]), flush=True)
             data.append({"case": title, "load seconds": seconds, "bytes": size})
             print(f"{title}: {size / 1e9:.2f} GB load in {seconds:.2f} s", flush=True)
-    return table(("model", "activations", "batch", "tokens/s", "probe GB/s"), rows), data
+    header = ("model", "activations", "batch", "tokens/s", "bound", "share", "probe GB/s")
+    return table(header, rows), data
+
+
+def step_bytes(model: Any, batch: int) -> float:
+    """Bytes that one decoding step reads: all but the embedding, and of the routed experts those that are hit."""
+    from trilobite.runtime.experts import PackedExperts
+
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    total = sum(tensors.values()) - model.get_input_embeddings().weight.nbytes
+    active = model.config.num_experts_per_tok
+    for module in model.modules():
+        if isinstance(module, PackedExperts):
+            size = sum(t.nbytes for t in module.buffers())
+            total -= size * (1 - active / module.num_experts) ** batch
+    return float(total)
 
 
 def _generate(model: Any, batch: int, length: int) -> tuple[float, float]:
@@ -308,7 +323,38 @@ def _generate(model: Any, batch: int, length: int) -> tuple[float, float]:
     return statistics.median(rates), statistics.median(probes)
 
 
+def int8_quality(quick: bool) -> tuple[str, list[dict[str, Any]]]:
+    """What one-digit activations cost: perplexity of the small trained models of ../shared."""
+    from trilobite.evaluate.perplexity import score, tokenize_file
+    from trilobite.quantize.compress import compress
+    from trilobite.recipe import load_recipe
+    from trilobite.runtime.load import load, load_tokenizer
+
+    shared = Path(__file__).resolve().parents[2] / "shared"
+    text = shared / "data" / "eval" / "wikitext2.txt"
+    rows, data = [], []
+    for name in ("tiny-mixtral", "tiny-mixtral-outliers", "tiny-deepseek"):
+        source = shared / "models" / name
+        if not source.is_dir() or not text.exists():
+            print(f"{source} or {text} is not here; skipped")
+            continue
+        ids = tokenize_file(load_tokenizer(str(source)), text)[: 4096 if quick else 32768]
+        with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+            compress(str(source), Path(folder, "packed"), load_recipe("search3"))
+            model = load(str(Path(folder, "packed")))
+            found = {}
+            for mode in ("exact", "int8"):
+                with cpu.activations(mode):
+                    found[mode] = score({mode: model}, ids, context=512, batch=1)[mode].perplexity
+        change = f"{found['int8'] / found['exact'] - 1:+.2%}"
+        rows.append((name, f"{found['exact']:.3f}", f"{found['int8']:.3f}", change))
+        data.append({"case": name, **found})
+        print("  ".join(rows[-1]), flush=True)
+    return table(("search3, context 512", "exact", "int8", "change"), rows), data
+
+
 PARTS = {
+    "int8": int8_quality,
     "experts": experts_of_one_token,
     "tokens": experts_of_many_tokens,
     "model": whole_models,

@@ -72,6 +72,7 @@ class Format:
         return cls(bits=int(m[1]), group=group, symmetric=bool(m[3]), double_quant=bool(m[4]))
 
     def __str__(self) -> str:
+        """The name that `parse` reads."""
         size = f"g{self.group}" if self.group else "channel"
         return f"int{self.bits}-{size}{'-sym' if self.symmetric else ''}{'-dq' if self.double_quant else ''}"
 

@@ -105,7 +105,7 @@ def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
     scale: [N, K/G] fp32    offset: [N, K/G] fp32, or None for a symmetric format
     Raises WeightError when a value exceeds fp16.
     """
-    n, groups = scale.shape
+    n = scale.shape[0]
     bands = -(-n // ROWS)
     parts = [scale] if offset is None else [scale, offset]
     check_range(scale, offset)

@@ -72,7 +72,8 @@ def experts(
         up = expert_weight(slab, table[e, UP], (intermediate, hidden))
         gate = expert_weight(slab, table[e, GATE], (intermediate, hidden))
         down = expert_weight(slab, table[e, DOWN], (hidden, intermediate))
-        assert up is not None and down is not None
+        assert up is not None
+        assert down is not None
         rows = xf[token]
         gate_bias, up_bias = (None, None) if gate_up_bias is None else gate_up_bias[e].chunk(2)
         if gate is None:

@@ -203,9 +203,8 @@ def _fitting(fmt: Format, k: int) -> tuple[Format | None, str]:
 
 def _kept(source: Source, m: Matrix, reason: str) -> PlanLine:
     dtype = source.tensors[m.source].dtype
-    if DTYPES[dtype].itemsize == 1 and m.quantizable:
-        dtype, reason = "BF16", f"{reason}; {dtype} to BF16"
-    elif dtype in ("F32", "F64") and m.role in (*BODY_ROLES, Role.EMBEDDING, Role.HEAD) and len(m.shape) > 1:
+    wide = dtype in ("F32", "F64") and m.role in (*BODY_ROLES, Role.EMBEDDING, Role.HEAD) and len(m.shape) > 1
+    if wide or (DTYPES[dtype].itemsize == 1 and m.quantizable):
         dtype, reason = "BF16", f"{reason}; {dtype} to BF16"
     stored = StoredTensor(name=m.name, dtype=dtype, shape=m.shape)
     return PlanLine(matrix=m, format=None, note=reason, stored=(stored,))

@@ -35,14 +35,9 @@ def assign_ranks(candidates: Sequence[Candidate], policies: Sequence[tuple[str, 
         role for kind in kinds for role in {"dense": DENSE_ROLES, "sparse": (Role.EXPERT,)}.get(kind, ())
     }
     for kind, r in policies:
-        if kind == "dense":
-            chosen = [c for c in candidates if c.role in DENSE_ROLES]
-        elif kind in ("sparse", "frequency"):
-            chosen = [c for c in candidates if c.role is Role.EXPERT]
-        else:
-            chosen = [c for c in candidates if c.role not in claimed]
-        if kind == "frequency":
-            chosen = [c for c in chosen if c.role not in claimed]
+        roles = {"dense": DENSE_ROLES, "sparse": (Role.EXPERT,), "frequency": (Role.EXPERT,)}.get(kind, Role)
+        free = kind not in ("dense", "sparse")
+        chosen = [c for c in candidates if c.role in roles and not (free and c.role in claimed)]
         shares = [r] * len(chosen)
         if kind in ("kurtosis", "frequency"):
             shares = share([_score(c, kind) for c in chosen], [c.cap for c in chosen], r)
@@ -55,13 +50,11 @@ def _score(c: Candidate, kind: str) -> float:
     if kind == "kurtosis":
         assert c.kurtosis is not None
         return float(2.0 ** min(max(c.kurtosis, -8.0), 8.0))
-    if kind == "frequency":
-        if c.frequency is None:
-            raise RecipeError(
-                f"{c.name}: a frequency policy needs expert frequencies, and there are none; run "
-                "`trilobite stats MODEL --text FILE -o stats.json` and pass --stats stats.json, or choose another rank"
-            )
-    assert c.frequency is not None
+    if c.frequency is None:
+        raise RecipeError(
+            f"{c.name}: a frequency policy needs expert frequencies, and there are none; run "
+            "`trilobite stats MODEL --text FILE -o stats.json` and pass --stats stats.json, or choose another rank"
+        )
     return c.frequency
 
 
