@@ -331,7 +331,7 @@ def int8_quality(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     from trilobite.runtime.load import load, load_tokenizer
 
     shared = Path(__file__).resolve().parents[2] / "shared"
-    text = shared / "data" / "eval" / "wikitext2.txt"
+    text = shared / "data" / "eval" / "wikitext-2" / "wiki.test.detok.txt"
     rows, data = [], []
     for name in ("tiny-mixtral", "tiny-mixtral-outliers", "tiny-deepseek"):
         source = shared / "models" / name
