@@ -207,8 +207,9 @@ def test_resumed_to_the_same_bytes(
     with pytest.raises(CheckpointError, match="unfinished run"):
         read_report(tmp_path / "dst")
     result = run(mixtral, tmp_path / "dst", options=options)
-    assert result.fresh <= len(result.plan.lines) - after
-    assert after == 0 or result.fresh < len(result.plan.lines)
+    # What another thread was writing when the run failed may be made again.
+    assert result.fresh <= len(result.plan.lines) - after + jobs - 1
+    assert after <= 1 or result.fresh < len(result.plan.lines)
     assert digests(tmp_path / "dst") == digests(finished)
 
 

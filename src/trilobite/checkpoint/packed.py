@@ -110,6 +110,7 @@ class PackedWriter:
         self.dst, self.work = dst, dst / PARTIAL
         self._shards = _shards(units, shard_bytes)
         self._lock = threading.Lock()
+        self._writing, self._closed = 0, False
         self._pending: list[dict[str, Any]] = []
         self._committed = time.monotonic()
         self.done: dict[str, dict[str, Any]] = {}
@@ -156,10 +157,31 @@ class PackedWriter:
         try:
             self.commit()
         finally:
-            self._journal.close()
-            for handle in self._files.values():
-                os.close(handle)
-            self._files.clear()
+            with self._lock:
+                self._closed = True
+                if not self._writing:
+                    self._close()
+
+    def _close(self) -> None:
+        self._journal.close()
+        for handle in self._files.values():
+            os.close(handle)
+        self._files.clear()
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Keep the files open: after a failure elsewhere a thread may still be writing when the writer is left."""
+        with self._lock:
+            if self._closed:
+                raise DestinationError(f"{self.dst}: the run has ended")
+            self._writing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writing -= 1
+                if self._closed and not self._writing:
+                    self._close()
 
     def write(self, unit: Unit, tensors: Sequence[Tensor], record: Mapping[str, Any]) -> None:
         """Write one unit's tensors (in its order) and note it as finished, with what is to be remembered of it.
@@ -167,13 +189,15 @@ class PackedWriter:
         Raises DestinationError when the disk is full; everything committed so far stays.
         """
         shard, at = self._place[unit.name]
-        with _explain(self.dst):
+        with _explain(self.dst), self._busy():
             for (name, _, shape, nbytes), tensor in zip(unit.tensors, tensors, strict=True):
                 assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} is not {shape}"
                 assert tensor.nbytes == nbytes, f"{name}: {tensor.nbytes} bytes, planned were {nbytes}"
                 _pwrite(self._files[shard], _bytes(tensor), at)
                 at += nbytes
             with self._lock:
+                if self._closed:
+                    return
                 row = {"name": unit.name, **record}
                 self._pending.append(row)
                 self.done[unit.name] = row

@@ -33,6 +33,11 @@ class _Args(Structure):
     )
 
 
+def tier() -> str:
+    """Which instruction set the loops use: results may differ in the last bit between two of them."""
+    return str(_lib.trilobite_tier().decode()) if _lib else "torch"
+
+
 def supports(w: Tensor, fmt: Format, method: str) -> bool:
     """Whether the native library quantizes such a band. Double quantization needs more than one tile at a time."""
     return _lib is not None and w.device.type == "cpu" and not fmt.double_quant and method in METHODS

@@ -22,6 +22,7 @@ from trilobite.checkpoint.roles import identify, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import DestinationError, RecipeError, WeightError
 from trilobite.formats.weight import PackedWeight
+from trilobite.kernels import cpu_quantize
 from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
@@ -104,7 +105,8 @@ def compress(
         "source": source.fingerprint(),
         "recipe": recipe.to_dict(),
         "frequency": _digest(frequency),
-        "version": f"trilobite {trilobite.__version__}, format {FORMAT_VERSION}",
+        "version": f"trilobite {trilobite.__version__}, format {FORMAT_VERSION}, torch {torch.__version__}, "
+        f"kernels {cpu_quantize.tier()}",
     }
     if (dst / "config.json").exists():
         _check_finished(dst, identity)

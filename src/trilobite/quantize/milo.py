@@ -86,7 +86,7 @@ def converged(errors: list[float]) -> bool:
     if len(errors) <= WINDOW:
         return False
     now, before = sum(errors[-WINDOW:]), sum(errors[-WINDOW - 1 : -1])
-    return before - now < TOLERANCE * before
+    return before - now <= TOLERANCE * before
 
 
 def _draft(w: Tensor, fmt: Format, method: str, factors: Factors | None, work: Tensor) -> float:
