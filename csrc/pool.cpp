@@ -17,12 +17,14 @@
 namespace trilobite {
 namespace {
 
-inline void relax() {
+// One turn of a waiting loop. After a few microseconds of pauses every turn offers the core to others: to torch's own
+// threads between our calls, and to a thread of ours that was pushed aside while the others wait for it.
+inline void wait_turn(int turn) {
 #ifdef TRILOBITE_X86
-  __builtin_ia32_pause();
-#else
-  sched_yield();
+  if (turn < 128) return __builtin_ia32_pause();
 #endif
+  (void)turn;
+  sched_yield();
 }
 
 constexpr auto SPIN = std::chrono::microseconds(200);  // longer than what lies between two layers, shorter than notice
@@ -46,7 +48,7 @@ class Pool {
     running_.store(threads - 1, std::memory_order_relaxed);
     post(&body, threads);
     body(0);
-    for (int spins = 0; running_.load(std::memory_order_acquire) != 0; spins++) spins < 4096 ? relax() : (void)sched_yield();
+    for (int turn = 0; running_.load(std::memory_order_acquire) != 0; turn++) wait_turn(turn);
   }
 
  private:
@@ -62,12 +64,10 @@ class Pool {
 
   void await_job(int seen) {
     const auto start = std::chrono::steady_clock::now();
-    do {
-      for (int i = 0; i < 64; i++) {
-        if (job_.load(std::memory_order_acquire) != seen) return;
-        relax();
-      }
-    } while (std::chrono::steady_clock::now() - start < SPIN);
+    for (int turn = 0; turn % 32 || std::chrono::steady_clock::now() - start < SPIN; turn++) {
+      if (job_.load(std::memory_order_acquire) != seen) return;
+      wait_turn(turn);
+    }
     std::unique_lock<std::mutex> lock(mutex_);
     sleeping_.fetch_add(1);
     wake_.wait(lock, [&] { return job_.load(std::memory_order_relaxed) != seen; });
@@ -174,8 +174,7 @@ void Team::wait_for_all() {
     round_.store(round + 1, std::memory_order_release);
     return;
   }
-  for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++)
-    spins < 4096 ? relax() : (void)sched_yield();
+  for (int turn = 0; round_.load(std::memory_order_acquire) == round; turn++) wait_turn(turn);
 }
 
 void run_team(int threads, const std::function<void(Team &, int)> &body) {

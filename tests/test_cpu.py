@@ -454,6 +454,15 @@ def test_without_the_library_the_reference_runs() -> None:
     assert _python(WITHOUT, TRILOBITE_LIBRARY="/nonexistent") == "False reference"
 
 
+def test_threads_of_the_engine_are_its_own() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        cpu.set_threads(0)
+    cpu.set_threads(1)
+    assert cpu.info()["threads"] == 1
+    cpu.set_threads(None)
+    assert 1 <= cpu.info()["threads"] <= torch.get_num_threads()
+
+
 def test_probes_measure_something() -> None:
     assert cpu.measure_read_bandwidth(torch.ones(1 << 20, dtype=torch.uint8), 2) > 0.01
     assert cpu.measure_peak(1) > 0.01

@@ -68,7 +68,7 @@ def info() -> dict[str, Any]:
     return {
         "available": available(),
         "tier": _lib.trilobite_tier().decode() if _lib else "reference",
-        "threads": _threads() if _lib else torch.get_num_threads(),
+        "threads": _threads(),
         "activations": activation_mode(),
         "reason": _reason,
     }
@@ -105,6 +105,17 @@ def set_tier(name: str | None) -> str:
     return str(library().trilobite_tier().decode())
 
 
+def set_threads(count: int | None) -> None:
+    """Threads of the engine, whatever torch uses; None (the default): as many as torch.
+
+    Affinity, the cgroup's quota and TRILOBITE_THREADS stay the upper limit.
+    """
+    global _wanted_threads
+    if count is not None and count < 1:
+        raise ValueError(f"{count} threads; expected at least 1")
+    _wanted_threads = count
+
+
 def measure_read_bandwidth(data: Tensor | None = None, repeats: int = 5, threads: int | None = None) -> float:
     """Median GB/s at which the pool reads `data` (default: 512 MiB of fresh memory) once."""
     data = torch.ones(512 << 20, dtype=torch.uint8) if data is None else data
@@ -120,11 +131,12 @@ def measure_peak(threads: int | None = None) -> float:
     return float(library().trilobite_peak_macs(threads or _threads()) / 1e9)
 
 
+_max_threads = int(_lib.trilobite_max_threads()) if _lib else torch.get_num_threads()
+_wanted_threads: int | None = None
+
+
 def _threads() -> int:
-    return min(torch.get_num_threads(), int(library().trilobite_max_threads()))
-
-
-_max_threads = int(_lib.trilobite_max_threads()) if _lib else 1
+    return min(_wanted_threads or torch.get_num_threads(), _max_threads)
 
 
 def _raise() -> None:
@@ -249,7 +261,7 @@ def linear(
         bias_dtype,
         y.data_ptr(),
         _digits,
-        min(torch.get_num_threads(), _max_threads),
+        _threads(),
     ):
         _raise()
     return y
@@ -331,7 +343,7 @@ def experts(
         slab.numel(),
         ACTIVATIONS[activation],
         _digits,
-        min(torch.get_num_threads(), _max_threads),
+        _threads(),
     )
     assert _lib is not None
     if _lib.trilobite_experts(ctypes.addressof(args)):
