@@ -454,6 +454,13 @@ def test_without_the_library_the_reference_runs() -> None:
     assert _python(WITHOUT, TRILOBITE_LIBRARY="/nonexistent") == "False reference"
 
 
+def test_an_unknown_cap_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRILOBITE_ISA", "sse9")
+    assert "sse9" in cpu.info()["reason"]
+    with pytest.raises(ValueError, match="sse9"):
+        cpu.set_tier("sse9")
+
+
 def test_threads_of_the_engine_are_its_own() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         cpu.set_threads(0)

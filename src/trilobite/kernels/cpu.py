@@ -12,6 +12,7 @@ is chosen explicitly, by `set_activations` or `activations`.
 """
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -46,6 +47,7 @@ ACTIVATIONS = {
 }
 """Gate activations of the library; others run in the reference."""
 DIGITS = {"exact": 3, "int8": 1}
+TIERS = ("scalar", "avx2", "avx512", "avx512_vnni", "amx")
 
 _lib, _reason = native.load()
 _digits = DIGITS["exact"]
@@ -65,12 +67,16 @@ def library() -> ctypes.CDLL:
 
 def info() -> dict[str, Any]:
     """What `trilobite doctor` prints: available, tier, threads, activations, reason."""
+    cap = os.environ.get("TRILOBITE_ISA")
+    known = cap is None or cap in TIERS
     return {
         "available": available(),
         "tier": _lib.trilobite_tier().decode() if _lib else "reference",
         "threads": _threads(),
         "activations": activation_mode(),
-        "reason": _reason,
+        "reason": _reason
+        if known
+        else f"{_reason}; TRILOBITE_ISA={cap} is none of {', '.join(TIERS)}: ignored",
     }
 
 
@@ -101,7 +107,7 @@ def activations(mode: str) -> Iterator[None]:
 def set_tier(name: str | None) -> str:
     """Cap the instruction set (for tests; users set TRILOBITE_ISA); returns the tier that is now in use."""
     if library().trilobite_set_tier(None if name is None else name.encode()):
-        raise ValueError(f"tier {name!r}: expected scalar, avx2, avx512, avx512_vnni or amx")
+        raise ValueError(f"tier {name!r}: expected one of {', '.join(TIERS)}")
     return str(library().trilobite_tier().decode())
 
 
