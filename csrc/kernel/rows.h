@@ -14,41 +14,52 @@ template <int D> static inline Isa::Floats combine(const Isa::Ints a[D]) {
   return Isa::fma(high, Isa::set1(256.0f), Isa::to_float(a[0]));
 }
 
-template <int BITS, int D, int NT>
+// NB bands at a time share what is loaded of the activations; each is a stream of its own.
+template <int BITS, int D, int NT, int NB>
 static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int block, int first, float *out, int64_t ld) {
   const int rows = x.rows(block), seg = x.seg, per_group = m.group / seg;
-  const int64_t token = (int64_t)rows, digit = token * seg;
+  const int64_t digit = (int64_t)rows * seg, stride = m.groups * m.tile_bytes;
   const int8_t *q = x.q_block(block) + (int64_t)first * seg;
   const float *scale = x.scale_block(block) + first, *sum = x.sum_block(block) + first;
-  const uint8_t *tile = m.packed + band * m.groups * m.tile_bytes;
-  Isa::Floats acc[NT];
-  for (int t = 0; t < NT; t++) acc[t] = Isa::set1(0);
+  const uint8_t *tile = m.packed + band * stride;
+  Isa::Floats acc[NB][NT];
+  for (int n = 0; n < NB; n++)
+    for (int t = 0; t < NT; t++) acc[n][t] = Isa::set1(0);
   for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
-    const Affine w = read_affine(m, tile + m.code_bytes, band, g);
+    Affine w[NB];
+    for (int n = 0; n < NB; n++) w[n] = read_affine(m, tile + n * stride + m.code_bytes, band + n, g);
     const uint8_t *codes = tile;
     for (int s = 0; s < per_group; s++, q += D * digit, scale += rows, sum += rows) {
-      Isa::Ints a[NT][D];
-      for (int t = 0; t < NT; t++)
-        for (int d = 0; d < D; d++) a[t][d] = Isa::zero();
+      Isa::Ints a[NB][NT][D];
+      for (int n = 0; n < NB; n++)
+        for (int t = 0; t < NT; t++)
+          for (int d = 0; d < D; d++) a[n][t][d] = Isa::zero();
       for (int b = 0; b < seg; b += BLOCK, codes += BITS * 64) {
-        for (int i = 0; i < BITS; i++) __builtin_prefetch(codes + PREFETCH + 64 * i, 0, 2);
-        Isa::Bytes c[8];
-        decode<BITS>(codes, c);
+        Isa::Bytes c[NB][8];
+        for (int n = 0; n < NB; n++) {
+          for (int i = 0; i < BITS; i++) __builtin_prefetch(codes + n * stride + PREFETCH + 64 * i, 0, 2);
+          decode<BITS>(codes + n * stride, c[n]);
+        }
         UNROLL
         for (int step = 0; step < 8; step++)
           UNROLL
           for (int t = 0; t < NT; t++)
             UNROLL
-            for (int d = 0; d < D; d++)
-              a[t][d] = Isa::dot<BITS>(a[t][d], c[step], q + d * digit + t * seg + b + 4 * step);
+            for (int d = 0; d < D; d++) {
+              const int8_t *four = q + d * digit + t * seg + b + 4 * step;
+              UNROLL
+              for (int n = 0; n < NB; n++) a[n][t][d] = Isa::dot<BITS>(a[n][t][d], c[n][step], four);
+            }
       }
-      for (int t = 0; t < NT; t++) {
-        const Isa::Floats dot = Isa::mul(combine<D>(a[t]), Isa::set1(scale[t]));
-        acc[t] = Isa::fma(w.offset, Isa::set1(sum[t]), Isa::fma(w.scale, dot, acc[t]));
-      }
+      for (int n = 0; n < NB; n++)
+        for (int t = 0; t < NT; t++) {
+          const Isa::Floats dot = Isa::mul(combine<D>(a[n][t]), Isa::set1(scale[t]));
+          acc[n][t] = Isa::fma(w[n].offset, Isa::set1(sum[t]), Isa::fma(w[n].scale, dot, acc[n][t]));
+        }
     }
   }
-  for (int t = 0; t < NT; t++) Isa::store(out + t * ld, acc[t]);
+  for (int n = 0; n < NB; n++)
+    for (int t = 0; t < NT; t++) Isa::store(out + t * ld + n * ROWS, acc[n][t]);
 }
 
 template <int BITS, int D> static void band_few(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
@@ -57,27 +68,35 @@ template <int BITS, int D> static void band_few(const Matrix &m, int64_t band, c
     const int n = x.rows(block);
     int t = 0;
     if constexpr (Isa::TOKENS_AT_ONCE >= 4)
-      for (; t + 4 <= n; t += 4) band_tokens<BITS, D, 4>(m, band, x, block, t, o + t * ld, ld);
+      for (; t + 4 <= n; t += 4) band_tokens<BITS, D, 4, 1>(m, band, x, block, t, o + t * ld, ld);
     if constexpr (Isa::TOKENS_AT_ONCE >= 2)
-      for (; t + 2 <= n; t += 2) band_tokens<BITS, D, 2>(m, band, x, block, t, o + t * ld, ld);
-    for (; t < n; t++) band_tokens<BITS, D, 1>(m, band, x, block, t, o + t * ld, ld);
+      for (; t + 2 <= n; t += 2) band_tokens<BITS, D, 2, 1>(m, band, x, block, t, o + t * ld, ld);
+    for (; t < n; t++) band_tokens<BITS, D, 1, 1>(m, band, x, block, t, o + t * ld, ld);
   }
 }
 
-template <int D> static void band_bits(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
+template <int BITS, int D>
+static void bands_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  int b = 0;
+  if constexpr (Isa::TOKENS_AT_ONCE >= 4)
+    if (x.count == 1)
+      for (; b + 2 <= bands; b += 2) band_tokens<BITS, D, 1, 2>(m, band + b, x, 0, 0, out + b * ROWS, ld);
+  for (; b < bands; b++) band_few<BITS, D>(m, band + b, x, out + b * ROWS, ld);
+}
+
+template <int D>
+static void bands_bits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   switch (m.bits) {
-    case 2: return band_few<2, D>(m, band, x, out, ld);
-    case 3: return band_few<3, D>(m, band, x, out, ld);
-    case 4: return band_few<4, D>(m, band, x, out, ld);
-    default: return band_few<8, D>(m, band, x, out, ld);
+    case 2: return bands_few<2, D>(m, band, bands, x, out, ld);
+    case 3: return bands_few<3, D>(m, band, bands, x, out, ld);
+    case 4: return bands_few<4, D>(m, band, bands, x, out, ld);
+    default: return bands_few<8, D>(m, band, bands, x, out, ld);
   }
 }
 
 [[maybe_unused]] static int no_parts(int, int, int, bool) { return 0; }
 
 static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *) {
-  for (int b = 0; b < bands; b++) {
-    if (x.digits == 1) band_bits<1>(m, band + b, x, out + b * ROWS, ld);
-    else band_bits<3>(m, band + b, x, out + b * ROWS, ld);
-  }
+  if (x.digits == 1) bands_bits<1>(m, band, bands, x, out, ld);
+  else bands_bits<3>(m, band, bands, x, out, ld);
 }
