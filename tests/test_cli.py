@@ -20,6 +20,7 @@ import trilobite
 from trilobite import cli
 from trilobite.cli import console
 from trilobite.errors import EvaluationError
+from trilobite.kernels import cpu
 from trilobite.quantize import compress as loop
 from trilobite.recipe import PRESETS, load_recipe
 from trilobite.runtime.generate import Chat
@@ -251,6 +252,18 @@ def test_generate_is_greedy_and_repeatable(run: Run, packed: Path) -> None:
     streamed = run("generate", packed, "the sea", "-n", 8)
     assert streamed.out == f"the sea{first['text']}\n"
     assert "tokens/s" in streamed.err
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the native CPU engine is not built here")
+def test_activations_are_chosen_explicitly(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        assert run("generate", packed, "the sea", "-n", 4, "--activations", "int8").status == 0
+        assert cpu.activation_mode() == "int8"
+    finally:
+        cpu.set_activations("exact")
+    assert run("generate", packed, "the sea", "--activations", "int9").status == 2
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    assert "needs the native CPU engine" in run("generate", packed, "x", "--activations", "int8").err
 
 
 def test_generate_with_a_seed(run: Run, packed: Path) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilobite.cli.console import Progress, number, print_json, print_table, quiet, size
-from trilobite.cli.options import DeviceOption, JsonOption, usable_device
+from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
 from trilobite.cli.run import ModelArgument
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def evaluate(
         int | None, typer.Option(help="Only the first N items of each task.", min=1, metavar="N")
     ] = None,
     device: DeviceOption = "cpu",
+    activations: ActivationsOption = "exact",
     json: JsonOption = False,
 ) -> None:
     """Measure a model on a text or on benchmark tasks.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trilobite.errors import MissingExtraError
 from trilobite.recipe import Recipe, load_recipe, parse_role, recipe_from_dict
 
 if TYPE_CHECKING:
@@ -62,6 +63,33 @@ UnmatchedOption = Annotated[
 ]
 RevisionOption = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.", metavar="REV")
+]
+
+
+def _use_activations(mode: str) -> str:
+    """Set how activations enter the CPU engine's products; raises TrilobiteError where there is no engine."""
+    if mode not in ("exact", "int8"):
+        raise typer.BadParameter("expected exact or int8")
+    if mode == "int8":
+        from trilobite.kernels import cpu
+
+        if not cpu.available():
+            raise MissingExtraError(
+                "--activations int8 needs the native CPU engine, which is not there: run `trilobite doctor`; a C++ "
+                "compiler at install time makes it"
+            )
+        cpu.set_activations(mode)
+    return mode
+
+
+ActivationsOption = Annotated[
+    str,
+    typer.Option(
+        "--activations",
+        help="exact, or int8: faster on the CPU, activations rounded to 8 bits.",
+        callback=_use_activations,
+        metavar="MODE",
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.", metavar="DEVICE")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trilobite.cli.console import note, print_json, quiet
-from trilobite.cli.options import DeviceOption, JsonOption, usable_device
+from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
 
 if TYPE_CHECKING:
     from trilobite.runtime.generate import Chat, Generated
@@ -36,6 +36,7 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     device: DeviceOption = "cpu",
+    activations: ActivationsOption = "exact",
     json: JsonOption = False,
 ) -> None:
     """Continue a prompt.
@@ -84,6 +85,7 @@ def chat(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     device: DeviceOption = "cpu",
+    activations: ActivationsOption = "exact",
 ) -> None:
     """Talk with a model.
 
