@@ -29,6 +29,8 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
     Affine w[NB];
     for (int n = 0; n < NB; n++) w[n] = read_affine(m, tile + n * stride + m.code_bytes, band + n, g);
     const uint8_t *codes = tile;
+    // At the end of its band a stream goes on with the next band that nobody reads yet.
+    const int64_t ahead = g * m.tile_bytes + PREFETCH < stride ? PREFETCH : PREFETCH + (NB - 1) * stride;
     for (int s = 0; s < per_group; s++, q += D * digit, scale += rows, sum += rows) {
       Isa::Ints a[NB][NT][D];
       for (int n = 0; n < NB; n++)
@@ -37,7 +39,7 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
       for (int b = 0; b < seg; b += BLOCK, codes += BITS * 64) {
         Isa::Bytes c[NB][8];
         for (int n = 0; n < NB; n++) {
-          for (int i = 0; i < BITS; i++) __builtin_prefetch(codes + n * stride + PREFETCH + 64 * i, 0, 2);
+          for (int i = 0; i < BITS; i++) __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, 2);
           decode<BITS>(codes + n * stride, c[n]);
         }
         UNROLL
