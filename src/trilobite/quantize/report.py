@@ -133,7 +133,7 @@ def report(rows: Rows, *, bytes_on_disk: int | None = None) -> Report:
 def slowest(records: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]:
     """The tensors that took longest, with their seconds. records: `compress.Result.records`."""
     seconds = [(name, float(r.get("seconds", 0.0))) for name, r in records.items()]
-    return sorted((s for s in seconds if s[1] > 0), key=lambda s: -s[1])[:SLOWEST]
+    return sorted(seconds, key=lambda s: -s[1])[:SLOWEST]
 
 
 @dataclass(frozen=True, kw_only=True)
