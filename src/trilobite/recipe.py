@@ -170,7 +170,9 @@ def parse_rank(text: str, hidden: int) -> int:
     """`16`, `h/8`, `25h/64` -> a rank. Raises RecipeError."""
     m = re.fullmatch(r"(\d*)h(?:/0*([1-9]\d*))?", text)
     if m and not hidden:
-        raise RecipeError(f"rank {text!r}: config.json names no hidden_size to take a fraction of; give an integer")
+        raise RecipeError(
+            f"rank {text!r}: config.json names no hidden_size to take a fraction of; give an integer"
+        )
     if m:
         return max(1, round(int(m[1] or 1) * hidden / int(m[2] or 1)))
     if text.isdigit():
