@@ -1,12 +1,13 @@
 # make demo   installs, compresses the small model that ships with the project, prints what it cost, generates text
 # make test   installs, lints, type-checks, runs the tests
+# make sanitize   builds the native library with ASan and UBSan and fuzzes it
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 # CPU machines of this project have this build of torch at hand; the package itself accepts a range.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint format install clean
+.PHONY: demo test lint format install clean sanitize
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +28,9 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest
+
+sanitize: install
+	PATH="$(abspath $(BIN)):$$PATH" csrc/sanitize.sh 100
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -1,5 +1,6 @@
 """The command line: parse -> one call -> print. One module for each group of commands; no logic here."""
 
+import os
 import sys
 
 import typer
@@ -35,6 +36,8 @@ for command in (
 
 def main() -> None:
     """The `trilobite` command. Exit status: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
+    # torch's idle threads spin for milliseconds by default, on the cores where the CPU engine wants to go on.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         status = app()
     except TrilobiteError as e:
