@@ -340,7 +340,7 @@ def _is_transposed(source: Source, name: str, projection: str) -> bool:
             "or both transposed"
         )
     a, b = source.tensors[name].shape[1:]
-    hidden = _text_config(source).get("hidden_size")
+    hidden = text_config(source).get("hidden_size")
     if a != b and hidden in (a, b):
         return bool((a == hidden) != (projection == "down"))
     return _model_type(source) in TRANSPOSED
@@ -355,7 +355,7 @@ def _pair(source: Source, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] 
     return None
 
 
-def _text_config(source: Source) -> dict[str, Any]:
+def text_config(source: Source) -> dict[str, Any]:
     """The language model's part of the configuration: multimodal models nest it."""
     text = source.config.get("text_config")
     return {**source.config, **text} if isinstance(text, dict) else source.config

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trilobite.checkpoint.roles import Matrix, View, read_matrix
+from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.errors import RecipeError, ShapeError
 from trilobite.formats.affine import packed_shape, scale_shape
@@ -116,7 +116,7 @@ def make_plan(
     Raises RecipeError and ShapeError when the recipe does not fit; nothing has been written then.
     """
     hidden = int(
-        text_config(source.config).get("hidden_size") or text_config(source.config).get("d_model") or 0
+        text_config(source).get("hidden_size") or text_config(source).get("d_model") or 0
     )
     experts = 1 + max((m.expert for m in matrices if m.expert is not None), default=-1)
     shared = any(m.role is Role.SHARED_EXPERT for m in matrices)
@@ -134,11 +134,6 @@ def make_plan(
     return Plan(recipe=recipe, rank=rank, lines=tuple(lines))
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config.json."""
-    return config.get("text_config") or config
-
-
 def _line(source: Source, m: Matrix, recipe: Recipe) -> PlanLine:
     rule = recipe.rule_for(m.role, m.name, m.layer)
     if not m.quantizable:
@@ -147,7 +142,7 @@ def _line(source: Source, m: Matrix, recipe: Recipe) -> PlanLine:
         return _kept(source, m, f"{m.role.value} stays in 16 bit")
     if rule.format is None:
         return _kept(source, m, "kept by the recipe")
-    if m.role is Role.HEAD and text_config(source.config).get("tie_word_embeddings"):
+    if m.role is Role.HEAD and text_config(source).get("tie_word_embeddings"):
         return _kept(source, m, "tied to the embedding")
     n, k = m.shape
     fmt, note = _fitting(rule.format, k)
