@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.activations import ACT2FN
 
 from trilobite.checkpoint.source import open_source
+from trilobite.checkpoint.summary import is_packed
 from trilobite.errors import ArchitectureError, CheckpointError, FormatVersionError, ShapeError
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.integrations.transformers import TrilobiteConfig
@@ -28,7 +29,7 @@ from trilobite.quantize.milo import Compensation, milo
 from trilobite.recipe import Format, Recipe, Role, load_recipe
 from trilobite.runtime.experts import PackedExperts
 from trilobite.runtime.linear import PackedLinear
-from trilobite.runtime.load import is_packed, load
+from trilobite.runtime.load import load
 
 SERIAL = Options(jobs=1, device="cpu")
 MILO = replace(load_recipe("milo-s1"), name="milo-test", rank="dense-3+sparse-2", iterations=1, cap=False)

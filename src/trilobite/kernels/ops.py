@@ -4,8 +4,6 @@
 traces through them, and are inference only (no autograd).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -107,11 +105,6 @@ if cpu.available():
     _lib.impl("experts", _experts_cpu, "CPU")
 torch.library.register_fake("trilobite::linear", _linear_fake, lib=_lib)
 torch.library.register_fake("trilobite::experts", _experts_fake, lib=_lib)
-
-
-def backend_info() -> dict[str, Any]:
-    """Which implementation runs on the CPU and why; see `cpu.info`."""
-    return cpu.info()
 
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:

@@ -115,9 +115,7 @@ def make_plan(
     known_ranks: ranks by matrix that an earlier call for the same checkpoint and recipe found, to be taken as they are.
     Raises RecipeError and ShapeError when the recipe does not fit; nothing has been written then.
     """
-    hidden = int(
-        text_config(source).get("hidden_size") or text_config(source).get("d_model") or 0
-    )
+    hidden = int(text_config(source).get("hidden_size") or text_config(source).get("d_model") or 0)
     experts = 1 + max((m.expert for m in matrices if m.expert is not None), default=-1)
     shared = any(m.role is Role.SHARED_EXPERT for m in matrices)
     rank = resolve_auto_rank(recipe.rank, experts=experts, shared=shared)

@@ -1,6 +1,6 @@
 """Text from a loaded model, streamed: one continuation, or a conversation.
 
-generate_text(model, tokenizer, "The sea", tokens=64)
+generate(model, tokenizer, "The sea", tokens=64, sampling=Sampling()).text
 chat = Chat(model, tokenizer, Sampling(temperature=0.7))
 chat.ask("Why is the sea salty?", tokens=256, on_text=print)
 """
@@ -54,13 +54,6 @@ class Generated:
     def tokens_per_second(self) -> float:
         """Speed of generation without the reading of the prompt; 0 when there is only one token."""
         return (self.tokens - 1) / self.seconds if self.tokens > 1 and self.seconds else 0.0
-
-
-def generate_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, tokens: int = 64
-) -> str:
-    """The likeliest continuation of a prompt, without the prompt."""
-    return generate(model, tokenizer, prompt, tokens=tokens, sampling=Sampling()).text
 
 
 def generate(

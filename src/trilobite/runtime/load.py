@@ -119,8 +119,3 @@ def _model_class(config: PreTrainedConfig, source: Source) -> type[PreTrainedMod
     raise ArchitectureError(
         f"{source.path}: {type(config).__name__} has no text generation model in transformers"
     )
-
-
-def is_packed(path: Path) -> bool:
-    """Whether a folder holds a packed checkpoint."""
-    return (path / "trilobite.json").exists()
