@@ -3,9 +3,6 @@
 // one row a lane, so that every sum over a group is a plain accumulation; GCC's vector types let each tier compile the
 // same lines for its registers.
 
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"  // nothing here is called across translation units
-
 typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t Bits __attribute__((vector_size(64)));
 
@@ -283,5 +280,3 @@ static void quantize_tile(const QuantizeTile &t) {
   memcpy(meta, scales, sizeof scales);
   if (!t.symmetric) memcpy(meta + sizeof scales, offsets, sizeof offsets);
 }
-
-#pragma GCC diagnostic pop
