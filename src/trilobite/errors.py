@@ -8,6 +8,7 @@
     ├── ShapeError (ValueError)            tensors whose shapes, dtypes or devices do not fit together
     ├── WeightError (ValueError)           weights that cannot be quantized: NaN, infinite, out of range
     ├── DestinationError (OSError)         the place to write to is full, occupied, or made by something else
+    ├── CalibrationError (ValueError)      a text, a model or activations that cannot calibrate a method
     ├── EvaluationError (ValueError)       a text or task that cannot be measured
     └── MissingExtraError (ImportError)    an optional dependency is not installed
 
@@ -46,6 +47,10 @@ class WeightError(TrilobiteError, ValueError):
 
 class DestinationError(TrilobiteError, OSError):
     """The destination is full, occupied, or was made by something else."""
+
+
+class CalibrationError(TrilobiteError, ValueError):
+    """A text, a model or its activations cannot calibrate a method that needs data."""
 
 
 class EvaluationError(TrilobiteError, ValueError):

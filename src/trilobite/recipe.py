@@ -42,7 +42,9 @@ class Role(str, Enum):
 
 DENSE_ROLES = (Role.ATTENTION, Role.SHARED_EXPERT, Role.DENSE_MLP)
 BODY_ROLES = (*DENSE_ROLES, Role.EXPERT)
-METHODS = ("rtn", "search", "hqq")
+METHODS = ("rtn", "search", "hqq", "gptq", "gptq-order")
+CALIBRATED_METHODS = ("gptq", "gptq-order", "ldlq")
+"""Methods that need the Hessian of a layer's inputs, so a calibration text."""
 COMPENSATORS = {"int3": 3, "int8": 8, "fp16": 16}
 """Compensator formats and their bits."""
 
@@ -161,6 +163,11 @@ class Recipe:
             "roles": {pattern: role.value for pattern, role in self.roles},
             "rules": rules,
         }
+
+
+def needs_calibration(recipe: Recipe) -> bool:
+    """Whether any rule of the recipe names a method that works on a calibration text."""
+    return any(r.format is not None and r.method in CALIBRATED_METHODS for r in recipe.rules)
 
 
 RANK_POLICIES = ("uniform", "dense", "sparse", "kurtosis", "frequency")
@@ -344,6 +351,9 @@ PRESETS: dict[str, Recipe] = {
         _preset("rtn3", "int3-g64", "rtn", "3-bit round to nearest: the baseline"),
         _preset("hqq3", "int3-g64", "hqq", "3-bit half-quadratic zero points: MiLo's baseline"),
         _preset("search3", "int3-g64", "search", "3-bit, scale and offset of least error per group"),
+        _preset("gptq2", "int2-g64", "gptq", "2-bit, errors fed back by a Hessian: needs --calibration"),
+        _preset("gptq3", "int3-g64", "gptq", "3-bit, errors fed back by a Hessian: needs --calibration"),
+        _preset("gptq4", "int4-g64", "gptq", "4-bit, errors fed back by a Hessian: needs --calibration"),
         _preset("int8", "int8-g64", "rtn", "8-bit: near lossless"),
         _preset("int4", "int4-g64", "search", "4-bit, scale and offset of least error per group"),
         _preset(

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite.checkpoint.source import DTYPES
 from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
 
 FORMAT_VERSION = 1
@@ -203,6 +204,17 @@ class PackedWriter:
                 self.done[unit.name] = row
                 if time.monotonic() - self._committed > COMMIT_SECONDS:
                     self._commit()
+
+    def read(self, unit: Unit) -> list[Tensor]:
+        """The tensors of a finished unit, in its order, as they are on disk."""
+        shard, at = self._place[unit.name]
+        found = []
+        with _explain(self.dst), self._busy():
+            for _, dtype, shape, nbytes in unit.tensors:
+                data = bytearray(os.pread(self._files[shard], nbytes, at))
+                found.append(torch.frombuffer(data, dtype=DTYPES[dtype]).view(shape))
+                at += nbytes
+        return found
 
     def note(self, name: str, text: str) -> None:
         """Leave a small file for a later run of the same identity. Raises DestinationError."""

@@ -19,13 +19,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trilobite.checkpoint.packed import FORMAT_VERSION, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
-from trilobite.errors import CheckpointError
+from trilobite.errors import CheckpointError, RecipeError
+from trilobite.models.names import memory_names
 from trilobite.quantize.compress import prepare, quantize_line
 from trilobite.quantize.plan import Plan, PlanLine
-from trilobite.recipe import load_recipe, recipe_from_dict
+from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
 from trilobite.runtime.experts import EXPERT_NAME, PackedExperts
 from trilobite.runtime.linear import PackedLinear, PackedMatrix
-from trilobite.runtime.swap import finish, group_parts, memory_names, on_meta, swap_modules
+from trilobite.runtime.swap import finish, group_parts, on_meta, swap_modules
 
 METHOD = "trilobite"
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -103,6 +104,11 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             return {name: (DTYPES[info.dtype], info.shape) for name, info in source.tensors.items()}
         recipe = self.quantization_config.recipe
         chosen = recipe_from_dict(recipe, "recipe") if isinstance(recipe, dict) else load_recipe(recipe)
+        if needs_calibration(chosen):
+            raise RecipeError(
+                f"recipe {chosen.name}: needs a calibration text, which from_pretrained cannot take; run `trilobite "
+                "compress --calibration` and load what it makes"
+            )
         self.plan = prepare(source, chosen)
         packed = [line for line in self.plan.lines if line.format is not None]
         return {t.name: (DTYPES[t.dtype], t.shape) for line in packed for t in line.stored}

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,18 @@ import trilobite
 from trilobite.checkpoint.packed import FORMAT_VERSION, PARTIAL, REPORT, PackedWriter, Unit
 from trilobite.checkpoint.roles import identify, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source, open_source
-from trilobite.errors import DestinationError, RecipeError, WeightError
-from trilobite.formats.weight import PackedWeight
+from trilobite.errors import CalibrationError, DestinationError, RecipeError, WeightError
+from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import cpu_quantize
+from trilobite.quantize.calibration import Calibration, Windows, draw_windows
+from trilobite.quantize.gptq import gptq
 from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
-from trilobite.recipe import Recipe
+from trilobite.recipe import CALIBRATED_METHODS, Recipe, needs_calibration
+
+if TYPE_CHECKING:
+    from trilobite.quantize.calibration_model import BlockModel, Place
 
 LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
 """(line, its record, whether this run made it): called for every tensor, from the main thread."""
@@ -40,6 +45,7 @@ class Options:
     """How to run, as opposed to what to make: none of this changes a byte of the result.
 
     jobs: matrices in work at a time (0 = one per core)    device: cpu, cuda or auto
+    on_note: receives lines for the user to read
     """
 
     jobs: int = 0
@@ -47,6 +53,7 @@ class Options:
     on_plan: Callable[[Plan], None] | None = None
     on_line: LineDone | None = None
     progress: Progress | None = None
+    on_note: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +97,21 @@ def compress(
     *,
     frequency: Mapping[int, Sequence[int]] | None = None,
     keep_unmatched: bool = False,
+    calibration: Calibration | None = None,
     options: Options | None = None,
 ) -> Result:
     """Compress the checkpoint `src` (folder or hub id) into the folder `dst`.
 
+    calibration: what recipes with a calibrated method (gptq) measure activations on; others take none.
     Killed at any moment, the same call continues and ends with the same bytes. Raises TrilobiteError subclasses;
     KeyboardInterrupt leaves a resumable state.
     """
     options = options or Options()
     device = pick_device(options.device)
     started = time.monotonic()
+    _check_calibration(recipe, calibration)
     source = open_source(src)
+    windows = draw_windows(source, calibration) if calibration else None
     identity: dict[str, Any] = {
         "source": source.fingerprint(),
         "recipe": recipe.to_dict(),
@@ -108,6 +119,8 @@ def compress(
         "version": f"trilobite {trilobite.__version__}, format {FORMAT_VERSION}, torch {torch.__version__}, "
         f"kernels {cpu_quantize.tier()}",
     }
+    if windows:
+        identity["calibration"] = dict(windows.identity)
     if (dst / "config.json").exists():
         _check_finished(dst, identity)
     plan = prepare(
@@ -124,6 +137,7 @@ def compress(
     if (dst / "config.json").exists():
         shutil.rmtree(dst / PARTIAL, ignore_errors=True)  # an earlier run was killed while it cleaned up
         return Result(plan=plan, records={}, seconds=time.monotonic() - started, fresh=0)
+    model = _block_model(source, plan, device, keep_unmatched=keep_unmatched) if windows else None
     with PackedWriter(dst, list(units.values()), identity) as writer:
         ranks = {line.matrix.name: line.rank for line in plan.lines if line.rank}
         writer.note(RANKS, json.dumps(ranks))
@@ -132,7 +146,10 @@ def compress(
             for line in plan.lines:
                 if line.matrix.name in writer.done:
                     options.on_line(line, writer.done[line.matrix.name], False)
-        _run(source, plan, todo, writer, units, options, device)
+        _run(source, plan, [x for x in todo if not _calibrated(x)], writer, units, options, device)
+        if model and windows and calibration:
+            run = _Calibrated(source, plan, writer, units, options, device, model, windows, calibration)
+            run([line for line in todo if _calibrated(line)])
         writer.finish(
             config=packed_config(source, recipe.name),
             report=_report(Path(src).name if Path(src).exists() else src, plan, identity, writer.done),
@@ -226,6 +243,111 @@ def _run(
             pool.shutdown(wait=not failed.is_set(), cancel_futures=True)
 
 
+def _check_calibration(recipe: Recipe, calibration: Calibration | None) -> None:
+    if needs_calibration(recipe) and calibration is None:
+        raise RecipeError(
+            f"recipe {recipe.name}: needs a text to calibrate on; pass --calibration FILE (or --hessians FOLDER)"
+        )
+    if calibration is not None and not needs_calibration(recipe):
+        raise RecipeError(
+            f"recipe {recipe.name}: works without calibration; drop --calibration, or choose a method that uses it "
+            "(gptq)"
+        )
+
+
+def _calibrated(line: PlanLine) -> bool:
+    return line.format is not None and line.method in CALIBRATED_METHODS
+
+
+def _block_model(
+    source: Source, plan: Plan, device: torch.device, *, keep_unmatched: bool
+) -> "BlockModel":
+    """The model to calibrate with; built before anything is written, because not every model can be."""
+    from trilobite.quantize.calibration_model import BlockModel
+
+    matrices = identify(source, extra_rules=plan.recipe.roles, keep_unmatched=keep_unmatched)
+    return BlockModel(source, matrices, device)
+
+
+@dataclass(frozen=True)
+class _Calibrated:
+    """The lines that need Hessians: block by block through the original model."""
+
+    source: Source
+    plan: Plan
+    writer: PackedWriter
+    units: Mapping[str, Unit]
+    options: Options
+    device: torch.device
+    model: "BlockModel"
+    windows: Windows
+    calibration: Calibration
+
+    def __call__(self, todo: Sequence[PlanLine]) -> None:
+        """Quantize and write these lines."""
+        from trilobite.quantize.calibration_loop import Loop
+
+        places: dict[str, Place] = {}
+        for line in todo:
+            if (place := self.model.place(line.matrix)) is not None:
+                places[line.matrix.name] = place
+        jobs = self.options.jobs or (1 if self.device.type == "cuda" else os.cpu_count() or 1)
+        with _single_threaded_torch(jobs):
+            for line in todo:
+                if line.matrix.name not in places:  # the model never runs it: no input is as good as any other
+                    h = torch.eye(line.matrix.shape[1], device=self.device)
+                    self._done(*self._handle([line], h, {"tokens": 0})[0])
+            known = [line for line in todo if line.matrix.name in places]
+            if not known:
+                return
+            loop = Loop(
+                model=self.model,
+                ids=self.windows.ids,
+                calibration=self.calibration,
+                places=places,
+                jobs=jobs,
+                workspace=self.writer.work,
+                handle=self._handle,
+                done=self._done,
+                quantized=self._decoded,
+                progress=self.options.progress,
+            )
+            if self.options.on_note:
+                self.options.on_note(loop.estimate())
+            loop.run(known, self._finished)
+
+    def _handle(
+        self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]
+    ) -> list[tuple[PlanLine, dict[str, Any]]]:
+        found = []
+        for line in lines:
+            started = time.monotonic()
+            w = read_matrix(self.source, line.matrix).to(self.device)
+            packed, record = _named(line, lambda w=w, line=line: quantize_line(w, line, self.plan.recipe, hessian))
+            record |= {**note, "seconds": round(time.monotonic() - started, 3)}
+            self.writer.write(
+                self.units[line.matrix.name], [t.cpu() for t in packed.tensors().values()], record
+            )
+            found.append((line, record))
+        return found
+
+    def _done(self, line: PlanLine, record: Mapping[str, Any]) -> None:
+        if self.options.on_line:
+            self.options.on_line(line, record, True)
+
+    def _finished(self) -> list[PlanLine]:
+        return [x for x in self.plan.lines if x.format is not None and x.matrix.name in self.writer.done]
+
+    def _decoded(self, line: PlanLine) -> Tensor:
+        stored = self.writer.read(self.units[line.matrix.name])
+        parts = {
+            t.name.removeprefix(f"{line.matrix.name}_"): data.to(self.device)
+            for t, data in zip(line.stored, stored, strict=True)
+        }
+        n, k = line.matrix.shape
+        return dequantize(PackedWeight(shape=(n, k), **parts))
+
+
 class _CancelledError(Exception):
     """Another matrix failed, or the user interrupted."""
 
@@ -256,21 +378,31 @@ def _process(
     return [t.cpu() for t in packed.tensors().values()], record
 
 
-def quantize_line(w: Tensor, line: PlanLine, recipe: Recipe) -> tuple[PackedWeight, dict[str, Any]]:
+def quantize_line(
+    w: Tensor, line: PlanLine, recipe: Recipe, hessian: Tensor | None = None
+) -> tuple[PackedWeight, dict[str, Any]]:
     """Quantize one matrix as its plan line says; also returns what the report notes about the way there.
 
-    w: [N, K] any float dtype    Raises WeightError for NaN, infinite or out-of-range weights.
+    w: [N, K] any float dtype    hessian: [K, K] fp32, E[x x^T] of its inputs, for the methods that use one
+    Raises WeightError for NaN, infinite or out-of-range weights, CalibrationError for a useless Hessian.
     """
     assert line.format is not None
-    if not line.rank:
-        packed, error = quantize_measured(w, line.format, line.method)
-        return packed, {"error": float(f"{error:.6g}")}
     compensation = Compensation(
         rank=line.rank,
         compensator=recipe.compensator,
         iterations=recipe.iterations,
         seed=int.from_bytes(hashlib.sha256(line.matrix.name.encode()).digest()[:4], "little"),
     )
+    if line.method in CALIBRATED_METHODS:
+        assert hessian is not None, f"{line.matrix.name}: {line.method} without a Hessian"
+        against = gptq(w, line.format, line.method, hessian, compensation if line.rank else None)
+        return against.weight, {
+            "error": float(f"{against.error:.6g}"),
+            "proxy": float(f"{against.proxy:.6g}"),
+        }
+    if not line.rank:
+        packed, error = quantize_measured(w, line.format, line.method)
+        return packed, {"error": float(f"{error:.6g}")}
     result = milo(w, line.format, line.method, compensation)
     return result.weight, {"iterations": len(result.errors), "error": float(f"{result.error:.6g}")}
 
@@ -279,8 +411,8 @@ def _named(line: PlanLine, call: Callable[[], Any]) -> Any:
     """Run `call`; an error about the weights says whose they are."""
     try:
         return call()
-    except WeightError as e:
-        raise WeightError(f"{line.matrix.name}: {e}") from None
+    except (WeightError, CalibrationError) as e:
+        raise type(e)(f"{line.matrix.name}: {e}") from None
 
 
 def _memory(line: PlanLine, source: Source) -> int:

@@ -1,12 +1,10 @@
 """Swap the modules of a transformers model on the meta device for packed ones, as the tensors at hand demand."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.weight import SUFFIXES
@@ -14,25 +12,6 @@ from trilobite.runtime.experts import EXPERT_NAME, PackedExperts
 from trilobite.runtime.linear import PackedLinear, PackedMatrix, check_loaded
 
 Parts = dict[str, Tensor]
-
-
-def memory_names(model: PreTrainedModel) -> Callable[[str], str]:
-    """Translate names of tensors on disk to names in memory: transformers renames some architectures' modules.
-
-    Only renamings apply: our names are no parameter names, so the converters that stack experts pass them by.
-    """
-    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
-    state = dict.fromkeys(name for name, _ in model.named_modules())
-
-    def translate(name: str) -> str:
-        renamed = str(rename_source_key(name, renamings, [])[0])
-        prefix = model.base_model_prefix
-        top = renamed.split(".", 1)[0]
-        if top not in state and f"{prefix}.{top}" in state:
-            return f"{prefix}.{renamed}"
-        return renamed
-
-    return translate
 
 
 def group_parts(tensors: Mapping[str, Tensor]) -> dict[str, Parts]:

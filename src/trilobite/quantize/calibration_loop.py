@@ -1,0 +1,413 @@
+"""Block by block through the original model: collect the Hessians of a block, hand them out, go on to the next.
+
+Everything is the same whatever the number of threads: each forward pass and each sum runs on one thread, and sums are
+taken in the order of the windows.
+
+In memory at a time: the weights of one block; activations of all windows (twice where there are experts: what enters
+the block, and what enters its experts), in a mapped file beyond the bound; the Hessians of the block's linears; and of
+as many experts as fit the bound, each of which is handed out and forgotten before the next. The tokens of an expert are
+taken from what entered the experts' module, and sent through its gate and up projections once more.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.quantize.calibration import Calibration
+from trilobite.quantize.calibration_model import (
+    BlockModel,
+    Place,
+    Watch,
+    check_experts,
+    intermediate,
+    same_inputs,
+)
+from trilobite.quantize.hessian import ENOUGH, check, share, shrink
+from trilobite.quantize.plan import PlanLine, Progress
+
+BATCH = 4096
+"""Tokens of one forward pass."""
+ROWS = 4096
+"""Tokens of an expert that are multiplied at a time."""
+AVERAGE = 8
+"""The layer's average is taken over about this many tokens per column, evenly spread over all that were routed."""
+
+Record = dict[str, Any]
+Handle = Callable[[Sequence[PlanLine], Tensor, Mapping[str, Any]], list[tuple[PlanLine, Record]]]
+"""(lines that share a Hessian [K, K] fp32, the Hessian, what to note) -> lines and their records. Called by threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What a run through the blocks needs.
+
+    ids: [S, T] int64    places: of the lines that need a Hessian    handle: receives Hessians, in threads
+    done: receives what `handle` returned, in the main thread    quantized: the decoded matrix of a finished line
+    """
+
+    model: BlockModel
+    ids: Tensor
+    calibration: Calibration
+    places: Mapping[str, Place]
+    jobs: int
+    workspace: Path
+    handle: Handle
+    done: Callable[[PlanLine, Record], None]
+    quantized: Callable[[PlanLine], Tensor]
+    progress: Progress | None = None
+
+    def run(self, todo: Sequence[PlanLine], finished: Callable[[], Sequence[PlanLine]]) -> None:
+        """Hand out the Hessians of the lines `todo`, in the order of blocks.
+
+        finished: all quantized lines so far, those without a Hessian too; they are what the next block's inputs come
+        from when the quantized model is propagated.
+        """
+        by_block: dict[int | None, list[PlanLine]] = {}
+        for line in todo:
+            by_block.setdefault(self.model.block_of(self.places[line.matrix.name]), []).append(line)
+        outside = by_block.pop(None, [])
+        last = len(self.model.blocks) - 1 if outside else max(by_block, key=int, default=-1)
+        model, original = self.model, self.calibration.propagate == "original"
+        with _pool(self.jobs) as pool, self._activations(pool) as hidden:
+            step = _Step(self, pool, hidden, total=(last + 1) * (1 if original else 2))
+            for i in range(last + 1):
+                model.load(model.blocks[i])
+                if original or i in by_block:
+                    step.collect(model.blocks[i], by_block.get(i, []), advance=original)
+                if not original and (i < last or outside):
+                    prefix = f"{model.blocks[i]}."
+                    for line in finished():
+                        place = model.place(line.matrix)
+                        if place is not None and place.module.startswith(prefix):
+                            model.put(place, self.quantized(line))
+                    step.propagate(model.blocks[i])
+                model.drop(model.blocks[i])
+            if outside:
+                step.collect_head(outside)
+
+    @contextmanager
+    def _activations(self, pool: ThreadPoolExecutor) -> Iterator[Tensor]:
+        """What enters the first block, [S, T, H]."""
+        model = self.model
+        model.load("")
+        model.load(model.blocks[0])
+        model.check_arguments(self.ids)
+        size = self.batch
+        model.record(self.ids[:size])
+        if rest := len(self.ids) % size:
+            model.record(self.ids[-rest:])
+        first = model.embed(self.ids[:1])
+        with self.buffer((*self.ids.shape, first.shape[-1]), first.dtype) as hidden:
+            for rows in self.batches():
+                hidden[rows] = model.embed(self.ids[rows]).to(hidden.device)
+            model.drop("")
+            yield hidden
+
+    @property
+    def batch(self) -> int:
+        """Windows of one forward pass."""
+        return min(len(self.ids), max(1, BATCH // self.ids.shape[1]))
+
+    def batches(self) -> Iterator[slice]:
+        """The windows, in order."""
+        for first in range(0, len(self.ids), self.batch):
+            yield slice(first, min(len(self.ids), first + self.batch))
+
+    @contextmanager
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Activations of all windows: in memory, or in a mapped file that is gone when they are."""
+        size = torch.Size(shape).numel()
+        if size * dtype.itemsize <= self.calibration.memory // 4:
+            yield torch.empty(shape, dtype=dtype)
+            return
+        with tempfile.NamedTemporaryFile(dir=self.workspace, prefix="activations-") as file:
+            yield torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+
+    def estimate(self) -> str:
+        """What the run will hold, for the user to see before it starts."""
+        config = self.model.model.config.get_text_config()
+        width = int(config.hidden_size)
+        activations = self.ids.numel() * width * self.model.dtype.itemsize
+        block = max(
+            sum(p.numel() * p.element_size() for p in self.model.module(name).parameters())
+            for name in self.model.blocks
+        )
+        where = "on disk" if activations > self.calibration.memory // 4 else "in memory"
+        return (
+            f"calibration: {len(self.ids)} windows of {self.ids.shape[1]} tokens; {len(self.model.blocks)} blocks of up "
+            f"to {block / 1e9:.2f} GB, activations of {2 * activations / 1e9:.2f} GB {where}, Hessians within "
+            f"{self.calibration.memory / 2e9:.2f} GB where one expert's fit"
+        )
+
+
+class _Step:
+    """Works on one block after the other. hidden: what enters the block, replaced by what leaves it."""
+
+    def __init__(self, loop: Loop, pool: ThreadPoolExecutor, hidden: Tensor, *, total: int) -> None:
+        self.loop, self.pool, self.hidden = loop, pool, hidden
+        self.batches = list(loop.batches())
+        self.passed, self.total = 0, total * len(self.batches)
+
+    def propagate(self, block: str) -> None:
+        """Replace the activations by the block's outputs."""
+
+        def run(rows: slice) -> None:
+            self.hidden[rows] = self._run(block, rows)
+
+        for group in self._groups():
+            list(self.pool.map(run, group))
+            self._moved(len(group))
+
+    def collect(self, block: str, lines: Sequence[PlanLine], *, advance: bool) -> None:
+        """Hand out the Hessians of a block's lines. advance: also replace the activations by the block's outputs."""
+        linears: dict[str, list[PlanLine]] = {}
+        experts: dict[str, dict[int, list[PlanLine]]] = {}
+        for line in lines:
+            place = self.loop.places[line.matrix.name]
+            if place.expert is None:
+                linears.setdefault(place.module, []).append(line)
+            else:
+                check_experts(self.loop.model.module(place.module), place.module)
+                experts.setdefault(place.module, {}).setdefault(place.expert, []).append(line)
+        routed = {path: _Routed(self.loop, path) for path in experts}
+        with Watch(self.loop.model, list(linears), list(experts)) as watch:
+            try:
+                sums, leaders = self._watched(block, watch, routed, advance=advance)
+                self._hand_out(self._linear_work(linears, sums, leaders), self.loop.jobs)
+                for path, of_path in experts.items():
+                    routed[path].finish(of_path)
+                    work = (partial(routed[path].work, e, of_e) for e, of_e in sorted(of_path.items()))
+                    self._hand_out(work, routed[path].parallel())
+            finally:
+                for r in routed.values():
+                    r.close()
+
+    def collect_head(self, lines: Sequence[PlanLine]) -> None:
+        """Hand out the Hessian of what is outside of the blocks: the output head."""
+        model = self.loop.model
+        model.load("")
+        total = _Sum()
+        for rows in self.batches:
+            hidden = self.hidden[rows].to(model.device)
+            total.add(model.head_input(self.loop.ids[rows], hidden).flatten(0, -2))
+        h, note = total.mean(), {"tokens": total.tokens}
+        self._hand_out([partial(self.loop.handle, list(lines), h, note)], 1)
+        model.drop("")
+
+    def _watched(
+        self, block: str, watch: Watch, routed: Mapping[str, "_Routed"], *, advance: bool
+    ) -> tuple[dict[str, "_Sum"], dict[str, str]]:
+        """Run the block on all windows; returns the sums by first linear, and the first linear of each linear."""
+        sums: dict[str, _Sum] = {}
+        leaders: dict[str, str] = {}
+
+        def run(rows: slice) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+            watch.begin()
+            out = self._run(block, rows)
+            inputs = watch.inputs()
+            if not leaders:
+                leaders.update(same_inputs(inputs))
+            if advance:
+                self.hidden[rows] = out
+            found = {name: x for name, x in inputs.items() if leaders.get(name, name) == name}, watch.routed()
+            watch.begin()
+            return found
+
+        for group in self._groups(first=1):
+            found = list(self.pool.map(run, group))
+            for name in found[0][0]:
+                sums.setdefault(name, _Sum())
+            list(self.pool.map(lambda name: [sums[name].add(f[0][name]) for f in found], list(sums)))
+            for rows, (_, seen) in zip(group, found, strict=True):
+                for path, (states, index) in seen.items():
+                    routed[path].put(rows, states, index)
+            self._moved(len(group))
+        return sums, leaders
+
+    def _run(self, block: str, rows: slice) -> Tensor:
+        model = self.loop.model
+        return model.run(block, self.hidden[rows].to(model.device)).to(self.hidden.device)
+
+    def _groups(self, first: int | None = None) -> Iterator[list[slice]]:
+        """Batches that run at the same time; the first group may be smaller."""
+        at, size = 0, first or self.loop.jobs
+        while at < len(self.batches):
+            yield self.batches[at : at + size]
+            at, size = at + size, self.loop.jobs
+
+    def _linear_work(
+        self, linears: Mapping[str, list[PlanLine]], sums: Mapping[str, "_Sum"], leaders: Mapping[str, str]
+    ) -> Iterator[Callable[[], list[tuple[PlanLine, Record]]]]:
+        """One piece of work for the lines that share an input. A linear that never ran counts as having seen nothing."""
+        shared: dict[str, list[PlanLine]] = {}
+        for path, lines in linears.items():
+            shared.setdefault(leaders.get(path, path), []).extend(lines)
+        for path, lines in shared.items():
+            k = lines[0].matrix.shape[1]
+            seen = sums.get(path)
+            tokens = seen.tokens if seen else 0
+            part = share(tokens, k)
+            h = shrink(seen.mean() if seen else None, None, part, k)
+            yield partial(self.loop.handle, lines, h, _note(tokens, part))
+
+    def _hand_out(self, work: Iterable[Callable[[], list[tuple[PlanLine, Record]]]], jobs: int) -> None:
+        """Do pieces of work, at most `jobs` at a time."""
+        waiting = iter(work)
+        running = {self.pool.submit(piece) for _, piece in zip(range(jobs), waiting, strict=False)}
+        while running:
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                for line, record in future.result():
+                    self.loop.done(line, record)
+                if (piece := next(waiting, None)) is not None:
+                    running.add(self.pool.submit(piece))
+
+    def _moved(self, batches: int) -> None:
+        self.passed += batches
+        if self.loop.progress:
+            self.loop.progress("calibrate", self.passed, self.total)
+
+
+class _Sum:
+    """A running sum of x x^T over tokens, fp32."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.total: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """x: [T, K] any float dtype."""
+        x = x.float()
+        if self.total is None:
+            self.total = torch.zeros((x.shape[1], x.shape[1]), device=x.device)
+        self.total.addmm_(x.T, x)
+        self.tokens += len(x)
+
+    def mean(self) -> Tensor:
+        """[K, K] fp32. Raises CalibrationError when it is not finite."""
+        assert self.total is not None
+        check(self.total)
+        return self.total / max(1, self.tokens)
+
+
+class _Routed:
+    """What entered one module of stacked experts, and which expert every token went to."""
+
+    def __init__(self, loop: Loop, path: str) -> None:
+        self.loop, self.path = loop, path
+        self.experts: Any = loop.model.module(path)
+        self.index: list[Tensor] = []
+        self.states: Tensor | None = None
+        self._close: list[Any] = []
+        self.average: dict[str, Tensor | None] = {"in": None, "mid": None}
+
+    def put(self, rows: slice, states: Tensor, index: Tensor) -> None:
+        """Keep a batch. states: [T, H]    index: [T, A]; batches come in order."""
+        length = self.loop.ids.shape[1]
+        if self.states is None:
+            keep = self.loop.buffer((self.loop.ids.numel(), states.shape[1]), states.dtype)
+            self.states = keep.__enter__()
+            self._close.append(keep)
+        self.states[rows.start * length : rows.stop * length] = states.to(self.states.device)
+        self.index.append(index.to("cpu", torch.int32))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.states = None
+        for keep in self._close:
+            keep.__exit__(None, None, None)
+
+    def finish(self, wanted: Mapping[int, Sequence[PlanLine]]) -> None:
+        """All batches are there: sort tokens by expert; the layer's average, if any expert wanted saw too few."""
+        index = torch.cat(self.index)
+        tokens, slots = index.shape
+        order = index.flatten().argsort(stable=True)
+        counts = torch.bincount(index.flatten(), minlength=self.count)[: self.count]
+        ends = counts.cumsum(0).tolist()
+        at = torch.arange(tokens).repeat_interleave(slots)[order]
+        self.rows = [at[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
+        lines = [(len(self.rows[e]), line) for e, of_e in wanted.items() for line in of_e]
+        scarce = {_side(line): line.matrix.shape[1] for n, line in lines if n < ENOUGH * line.matrix.shape[1]}
+        if scarce and ends[-1]:
+            self._average(scarce, ends[-1])
+
+    @property
+    def count(self) -> int:
+        """Experts of the layer. Higher indices mean none."""
+        return int(self.experts.down_proj.shape[0])
+
+    def _average(self, sides: Mapping[str, int], total: int) -> None:
+        """E[x x^T] over evenly spread pairs of token and expert: every expert counts as much as it is used."""
+        sums = {side: _Sum() for side in sides}
+        stride = max(1, total // (AVERAGE * max(sides.values())))
+        before = 0
+        for expert, rows in enumerate(self.rows):
+            picked = rows[-before % stride :: stride]
+            before += len(rows)
+            for part in picked.split(ROWS) if len(picked) else ():
+                self._add(sums, expert, part)
+        self.average |= {side: s.mean() for side, s in sums.items() if s.tokens}
+
+    @torch.no_grad()
+    def _add(self, sums: Mapping[str, _Sum], expert: int, rows: Tensor) -> None:
+        assert self.states is not None
+        x = self.states[rows].to(self.loop.model.device)
+        if "in" in sums:
+            sums["in"].add(x)
+        if "mid" in sums:
+            sums["mid"].add(intermediate(self.experts, expert, x))
+
+    def parallel(self) -> int:
+        """Experts in work at a time: their Hessians, each with its factor and a copy, fit half the bound."""
+        down, up = self.experts.down_proj.shape[1:]
+        each = 3 * 4 * (down * down + up * up)
+        return max(1, min(self.loop.jobs, self.loop.calibration.memory // 2 // each))
+
+    def work(self, expert: int, lines: Sequence[PlanLine]) -> list[tuple[PlanLine, Record]]:
+        """Sum up the Hessians of one expert and hand them out, the inputs' first."""
+        found: list[tuple[PlanLine, Record]] = []
+        rows = self.rows[expert]
+        for side in ("in", "mid"):
+            of_side = [line for line in lines if _side(line) == side]
+            if not of_side:
+                continue
+            sums = {side: _Sum()}
+            for part in rows.split(ROWS) if len(rows) else ():
+                self._add(sums, expert, part)
+            k = of_side[0].matrix.shape[1]
+            part_own = share(len(rows), k)
+            own = sums[side].mean() if len(rows) else None
+            h = shrink(own, self.average[side], part_own, k)
+            del own, sums
+            found += self.loop.handle(of_side, h, _note(len(rows), part_own))
+        return found
+
+
+def _side(line: PlanLine) -> str:
+    """Whether an expert's matrix sees the layer's input or what its gate and up made of it."""
+    return "mid" if line.matrix.projection == "down" else "in"
+
+
+def _note(tokens: int, part: float) -> Record:
+    return {"tokens": tokens} | ({"own": float(f"{part:.4g}")} if part < 1 else {})
+
+
+@contextmanager
+def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that are not waited for when something fails: what they were making is made again by the next run."""
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="calibrate")
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()

@@ -1,0 +1,96 @@
+"""The Hessian of a layer, H = E[x x^T], made fit for use: shrunk where data was scarce, damped, factored.
+
+The loss that calibrated methods minimise is tr((W - W_q) H (W - W_q)^T), the mean squared error of the layer's output
+on the calibration inputs (QuIP# eq. 1, GPTQ eq. 1).
+"""
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import CalibrationError
+
+ENOUGH = 2
+"""Tokens per column of H above which an expert's own Hessian is taken as it is."""
+DAMPING = 0.01
+"""Share of the mean diagonal that is added to the diagonal (GPTQ section 3.3)."""
+DAMPINGS = (1.0, 10.0, 100.0)
+"""Factors on it that are tried in turn when H is not positive definite, each in fp32 and then in fp64."""
+BAND = 1 << 25
+"""Weights whose error is measured at a time."""
+
+
+def share(tokens: int, k: int) -> float:
+    """How much an expert's own Hessian counts: tokens / (2 K), at most 1. The layer's average has the rest.
+
+    K tokens make H barely invertible and its small eigenvalues noise; with 2 K they are within a factor.
+    """
+    return min(1.0, tokens / (ENOUGH * k))
+
+
+def shrink(own: Tensor | None, average: Tensor | None, part: float, k: int) -> Tensor:
+    """`part` of an expert's own Hessian, the rest of the layer's average, of an identity where there is no average.
+
+    own, average: [K, K] fp32, or None where no token was seen    returns: [K, K] fp32
+    """
+    if own is not None and part >= 1:
+        return own
+    if average is None:
+        size = 1.0 if own is None else float(own.diagonal().mean())
+        average = torch.eye(k, device=None if own is None else own.device).mul_(size)
+    return average if own is None else torch.lerp(average, own, part)
+
+
+def check(h: Tensor) -> None:
+    """Raise CalibrationError when H holds NaN or infinity.
+
+    h: [K, K] fp32
+    """
+    if not bool(torch.isfinite(h.sum())) and not bool(torch.isfinite(h).all()):
+        raise CalibrationError(
+            "the Hessian holds NaN or infinity: activations overflow on the calibration text; check the checkpoint, "
+            "or compress with a method that needs no data (search)"
+        )
+
+
+def inverse_factor(h: Tensor) -> Tensor:
+    """The upper triangular U with H^-1 = U^T U, of the damped H.
+
+    Columns that no input ever excited get the mean of the others on the diagonal, so that they round to nearest and
+    feed nothing back. Damping starts at 1 % of the mean diagonal and is raised when the factorisation fails, which is
+    tried in fp32 and then in fp64.
+
+    h: [K, K] fp32    returns: [K, K] fp32    Raises CalibrationError for a non-finite or hopeless H.
+    """
+    check(h)
+    diagonal = h.diagonal()
+    alive = diagonal > 0
+    mean = float(diagonal[alive].mean()) if bool(alive.any()) else 1.0
+    for factor in DAMPINGS:
+        for dtype in (torch.float32, torch.float64):
+            # Reversed in both directions, the lower Cholesky factor of H is the inverse of the upper one of H^-1.
+            damped = h.flip(0, 1).to(dtype)
+            added = torch.where(alive, factor * DAMPING * mean, mean).flip(0).to(dtype)
+            damped.diagonal().add_(added)
+            lower, info = torch.linalg.cholesky_ex(damped)
+            if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+                identity = torch.eye(len(h), dtype=dtype, device=h.device)
+                inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+                return inverse.flip(0, 1).float().contiguous()
+    raise CalibrationError(
+        "the Hessian is not positive definite, even damped by its whole mean diagonal; calibrate with more text "
+        "(--samples), or compress with a method that needs no data (search)"
+    )
+
+
+def weighted_error(e: Tensor, h: Tensor) -> float:
+    """tr(E H E^T).
+
+    e: [N, K] fp32    h: [K, K] fp32
+    """
+    n, k = e.shape
+    step = max(1, BAND // k)
+    total = 0.0
+    for first in range(0, n, step):
+        band = e[first : first + step]
+        total += float(torch.dot((band @ h).flatten(), band.flatten()))
+    return total
