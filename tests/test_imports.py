@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"errors"},
     "checkpoint": BASE,
     "formats": BASE | {"checkpoint"},
-    "quantize": BASE | {"checkpoint", "formats", "kernels", "__init__"},
+    "quantize": BASE | {"checkpoint", "formats", "kernels", "models", "__init__"},
     "kernels": BASE | {"formats"},
     "runtime": BASE | {"checkpoint", "formats", "kernels", "models"},
     "evaluate": BASE | {"checkpoint", "formats", "kernels", "models", "runtime"},

@@ -82,7 +82,9 @@ def draw_windows(source: Source, calibration: Calibration) -> Windows:
     chance = random.Random(calibration.seed)
     body = context - len(start)
     if len(text) > CHARACTERS * context * calibration.samples:
-        rows = [r for part in _stretches(text, calibration.samples) if (r := _cut(part, body, encode, chance))]
+        rows = [
+            r for part in _stretches(text, calibration.samples) if (r := _cut(part, body, encode, chance))
+        ]
     else:
         ids = encode(text)
         rows = [ids[i : i + body] for i in range(0, len(ids) - body + 1, body)]
@@ -151,9 +153,7 @@ def _read(path: Path) -> str:
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in (".txt", ".md", ".jsonl", ".parquet"))
         if not files:
-            raise CalibrationError(
-                f"{path}: no .txt, .jsonl or .parquet file; give a text to calibrate on"
-            )
+            raise CalibrationError(f"{path}: no .txt, .jsonl or .parquet file; give a text to calibrate on")
         return "\n\n".join(_read(p) for p in files)
     if not path.is_file():
         raise CalibrationError(
@@ -186,7 +186,7 @@ def _records(path: Path, text: str) -> Iterator[str]:
 
 def _parquet(path: Path) -> list[str]:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped, unused-ignore]
     except ImportError as e:
         raise MissingExtraError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from e
     try:

@@ -12,7 +12,7 @@ taken from what entered the experts' module, and sent through its gate and up pr
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ class Loop:
 
     ids: [S, T] int64    places: of the lines that need a Hessian    handle: receives Hessians, in threads
     done: receives what `handle` returned, in the main thread    quantized: the decoded matrix of a finished line
+    block: entered around the work on a block's lines; None is what is outside of the blocks
     """
 
     model: BlockModel
@@ -61,7 +62,8 @@ class Loop:
     workspace: Path
     handle: Handle
     done: Callable[[PlanLine, Record], None]
-    quantized: Callable[[PlanLine], Tensor]
+    quantized: Callable[[PlanLine], Tensor] | None = None
+    block: Callable[[int | None, Sequence[PlanLine]], AbstractContextManager[None]] | None = None
     progress: Progress | None = None
 
     def run(self, todo: Sequence[PlanLine], finished: Callable[[], Sequence[PlanLine]]) -> None:
@@ -70,28 +72,37 @@ class Loop:
         finished: all quantized lines so far, those without a Hessian too; they are what the next block's inputs come
         from when the quantized model is propagated.
         """
-        by_block: dict[int | None, list[PlanLine]] = {}
+        if not todo:
+            return
+        by_block: dict[int, list[PlanLine]] = {}
+        outside: list[PlanLine] = []
         for line in todo:
-            by_block.setdefault(self.model.block_of(self.places[line.matrix.name]), []).append(line)
-        outside = by_block.pop(None, [])
-        last = len(self.model.blocks) - 1 if outside else max(by_block, key=int, default=-1)
+            block = self.model.block_of(self.places[line.matrix.name])
+            (outside if block is None else by_block.setdefault(block, [])).append(line)
+        last = len(self.model.blocks) - 1 if outside else max(by_block)
         model, original = self.model, self.calibration.propagate == "original"
         with _pool(self.jobs) as pool, self._activations(pool) as hidden:
             step = _Step(self, pool, hidden, total=(last + 1) * (1 if original else 2))
             for i in range(last + 1):
                 model.load(model.blocks[i])
                 if original or i in by_block:
-                    step.collect(model.blocks[i], by_block.get(i, []), advance=original)
+                    with self._around(i, by_block.get(i, [])):
+                        step.collect(model.blocks[i], by_block.get(i, []), advance=original)
                 if not original and (i < last or outside):
                     prefix = f"{model.blocks[i]}."
                     for line in finished():
                         place = model.place(line.matrix)
                         if place is not None and place.module.startswith(prefix):
+                            assert self.quantized is not None
                             model.put(place, self.quantized(line))
                     step.propagate(model.blocks[i])
                 model.drop(model.blocks[i])
             if outside:
-                step.collect_head(outside)
+                with self._around(None, outside):
+                    step.collect_head(outside)
+
+    def _around(self, block: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
+        return self.block(block, lines) if self.block and lines else nullcontext()
 
     @contextmanager
     def _activations(self, pool: ThreadPoolExecutor) -> Iterator[Tensor]:
@@ -225,7 +236,7 @@ class _Step:
             found = list(self.pool.map(run, group))
             for name in found[0][0]:
                 sums.setdefault(name, _Sum())
-            list(self.pool.map(lambda name: [sums[name].add(f[0][name]) for f in found], list(sums)))
+            list(self.pool.map(partial(_add_all, found), sums.items()))
             for rows, (_, seen) in zip(group, found, strict=True):
                 for path, (states, index) in seen.items():
                     routed[path].put(rows, states, index)
@@ -274,6 +285,13 @@ class _Step:
         self.passed += batches
         if self.loop.progress:
             self.loop.progress("calibrate", self.passed, self.total)
+
+
+def _add_all(found: Sequence[tuple[Mapping[str, Tensor], Any]], item: tuple[str, "_Sum"]) -> None:
+    """Add one linear's inputs of several batches, in their order."""
+    name, total = item
+    for inputs, _ in found:
+        total.add(inputs[name])
 
 
 class _Sum:
@@ -343,7 +361,7 @@ class _Routed:
     @property
     def count(self) -> int:
         """Experts of the layer. Higher indices mean none."""
-        return int(self.experts.down_proj.shape[0])
+        return len(self.experts.down_proj)
 
     def _average(self, sides: Mapping[str, int], total: int) -> None:
         """E[x x^T] over evenly spread pairs of token and expert: every expert counts as much as it is used."""
@@ -353,7 +371,7 @@ class _Routed:
         for expert, rows in enumerate(self.rows):
             picked = rows[-before % stride :: stride]
             before += len(rows)
-            for part in picked.split(ROWS) if len(picked) else ():
+            for part in torch.split(picked, ROWS) if len(picked) else ():
                 self._add(sums, expert, part)
         self.average |= {side: s.mean() for side, s in sums.items() if s.tokens}
 
@@ -381,7 +399,7 @@ class _Routed:
             if not of_side:
                 continue
             sums = {side: _Sum()}
-            for part in rows.split(ROWS) if len(rows) else ():
+            for part in torch.split(rows, ROWS) if len(rows) else ():
                 self._add(sums, expert, part)
             k = of_side[0].matrix.shape[1]
             part_own = share(len(rows), k)

@@ -31,7 +31,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a block is called with besides its hidden states."""
 
 
-class _Stop(Exception):  # noqa: N818
+class _Stop(Exception):
     """Ends a forward pass whose rest is of no interest."""
 
 
@@ -89,7 +89,8 @@ class BlockModel:
 
     def module(self, path: str) -> nn.Module:
         """A module by its name in memory."""
-        return self._modules[path]
+        found: nn.Module = self._modules[path]
+        return found
 
     def load(self, block: str) -> None:
         """Bring a block's weights in; "" is everything outside of the blocks. Raises CheckpointError."""
@@ -132,7 +133,7 @@ class BlockModel:
         """Replace a loaded matrix. w: [N, K] fp32."""
         module = self.module(place.module)
         if place.expert is None:
-            module.weight.copy_(w)
+            module.get_parameter("weight").copy_(w)
         else:
             expert_matrix(module, place).copy_(w)
 
@@ -166,9 +167,9 @@ class BlockModel:
         found: dict[str, Arguments] = {}
 
         def first(*args: Any, **kwargs: Any) -> None:
-            hidden, *rest = _split(args, kwargs)
-            found[self.blocks[0]] = rest[0], rest[1]
-            out = type(block).forward(block, hidden, *rest[0], **rest[1])
+            hidden, rest, named = _split(args, kwargs)
+            found[self.blocks[0]] = rest, named
+            out = type(block).forward(block, hidden, *rest, **named)
             self._tuples = isinstance(out, tuple)
             raise _Stop
 
@@ -412,9 +413,11 @@ def _stack(model: PreTrainedModel, where: str) -> str:
         )
     count = getattr(config, "num_hidden_layers", None)
     lists = [
-        name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count and count
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and len(m) == count and count
     ]
-    found = min(lists, key=lambda name: name.count("."), default=None)
+    found: str | None = min(lists, key=lambda name: name.count("."), default=None)
     if found is None:
         raise ArchitectureError(
             f"{where}: {type(model).__name__} has no list of {count} decoder blocks to run one by one; choose a "

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +23,14 @@ from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CalibrationError, DestinationError, RecipeError, WeightError
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import cpu_quantize
-from trilobite.quantize.calibration import Calibration, Windows, draw_windows
+from trilobite.quantize.calibrated import Calibrator, Run, open_calibration
+from trilobite.quantize.calibration import Calibration
+from trilobite.quantize.calibration_store import HessianStore
 from trilobite.quantize.gptq import gptq
 from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
-from trilobite.recipe import CALIBRATED_METHODS, Recipe, needs_calibration
-
-if TYPE_CHECKING:
-    from trilobite.quantize.calibration_model import BlockModel, Place
+from trilobite.recipe import CALIBRATED_METHODS, Recipe
 
 LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
 """(line, its record, whether this run made it): called for every tensor, from the main thread."""
@@ -109,9 +108,8 @@ def compress(
     options = options or Options()
     device = pick_device(options.device)
     started = time.monotonic()
-    _check_calibration(recipe, calibration)
     source = open_source(src)
-    windows = draw_windows(source, calibration) if calibration else None
+    calibrator = open_calibration(source, recipe, calibration)
     identity: dict[str, Any] = {
         "source": source.fingerprint(),
         "recipe": recipe.to_dict(),
@@ -119,8 +117,8 @@ def compress(
         "version": f"trilobite {trilobite.__version__}, format {FORMAT_VERSION}, torch {torch.__version__}, "
         f"kernels {cpu_quantize.tier()}",
     }
-    if windows:
-        identity["calibration"] = dict(windows.identity)
+    if calibrator:
+        identity["calibration"] = calibrator.identity
     if (dst / "config.json").exists():
         _check_finished(dst, identity)
     plan = prepare(
@@ -137,7 +135,9 @@ def compress(
     if (dst / "config.json").exists():
         shutil.rmtree(dst / PARTIAL, ignore_errors=True)  # an earlier run was killed while it cleaned up
         return Result(plan=plan, records={}, seconds=time.monotonic() - started, fresh=0)
-    model = _block_model(source, plan, device, keep_unmatched=keep_unmatched) if windows else None
+    if calibrator:  # before anything is written: not every model can be run block by block
+        matrices = identify(source, extra_rules=recipe.roles, keep_unmatched=keep_unmatched)
+        calibrator.build(source, matrices, device)
     with PackedWriter(dst, list(units.values()), identity) as writer:
         ranks = {line.matrix.name: line.rank for line in plan.lines if line.rank}
         writer.note(RANKS, json.dumps(ranks))
@@ -147,9 +147,9 @@ def compress(
                 if line.matrix.name in writer.done:
                     options.on_line(line, writer.done[line.matrix.name], False)
         _run(source, plan, [x for x in todo if not _calibrated(x)], writer, units, options, device)
-        if model and windows and calibration:
-            run = _Calibrated(source, plan, writer, units, options, device, model, windows, calibration)
-            run([line for line in todo if _calibrated(line)])
+        if calibrator:
+            receiver = _Receiver(source, plan, writer, units, options, device)
+            _run_calibrated([x for x in todo if _calibrated(x)], receiver, calibrator)
         writer.finish(
             config=packed_config(source, recipe.name),
             report=_report(Path(src).name if Path(src).exists() else src, plan, identity, writer.done),
@@ -203,9 +203,10 @@ def _run(
     units: Mapping[str, Unit],
     options: Options,
     device: torch.device,
+    hessians: HessianStore | None = None,
 ) -> None:
     """Work through the lines with several threads, as many at a time as the memory bound allows."""
-    jobs = options.jobs or (1 if device.type == "cuda" else os.cpu_count() or 1)
+    jobs = _jobs(options, device)
     budget = _budget(plan)
     failed = threading.Event()
 
@@ -213,7 +214,8 @@ def _run(
         if failed.is_set():
             raise _CancelledError
         started = time.monotonic()
-        tensors, record = _process(source, line, plan.recipe, device)
+        known = None if hessians is None else hessians.get(line.matrix.name, line.matrix.shape[1])
+        tensors, record = _process(source, line, plan.recipe, device, known)
         record["seconds"] = round(time.monotonic() - started, 3)
         writer.write(units[line.matrix.name], tensors, record)
         return line, record
@@ -243,35 +245,13 @@ def _run(
             pool.shutdown(wait=not failed.is_set(), cancel_futures=True)
 
 
-def _check_calibration(recipe: Recipe, calibration: Calibration | None) -> None:
-    if needs_calibration(recipe) and calibration is None:
-        raise RecipeError(
-            f"recipe {recipe.name}: needs a text to calibrate on; pass --calibration FILE (or --hessians FOLDER)"
-        )
-    if calibration is not None and not needs_calibration(recipe):
-        raise RecipeError(
-            f"recipe {recipe.name}: works without calibration; drop --calibration, or choose a method that uses it "
-            "(gptq)"
-        )
-
-
 def _calibrated(line: PlanLine) -> bool:
     return line.format is not None and line.method in CALIBRATED_METHODS
 
 
-def _block_model(
-    source: Source, plan: Plan, device: torch.device, *, keep_unmatched: bool
-) -> "BlockModel":
-    """The model to calibrate with; built before anything is written, because not every model can be."""
-    from trilobite.quantize.calibration_model import BlockModel
-
-    matrices = identify(source, extra_rules=plan.recipe.roles, keep_unmatched=keep_unmatched)
-    return BlockModel(source, matrices, device)
-
-
 @dataclass(frozen=True)
-class _Calibrated:
-    """The lines that need Hessians: block by block through the original model."""
+class _Receiver:
+    """Receives Hessians and turns them into packed matrices on disk; reads them back for the next block."""
 
     source: Source
     plan: Plan
@@ -279,66 +259,31 @@ class _Calibrated:
     units: Mapping[str, Unit]
     options: Options
     device: torch.device
-    model: "BlockModel"
-    windows: Windows
-    calibration: Calibration
 
-    def __call__(self, todo: Sequence[PlanLine]) -> None:
-        """Quantize and write these lines."""
-        from trilobite.quantize.calibration_loop import Loop
-
-        places: dict[str, Place] = {}
-        for line in todo:
-            if (place := self.model.place(line.matrix)) is not None:
-                places[line.matrix.name] = place
-        jobs = self.options.jobs or (1 if self.device.type == "cuda" else os.cpu_count() or 1)
-        with _single_threaded_torch(jobs):
-            for line in todo:
-                if line.matrix.name not in places:  # the model never runs it: no input is as good as any other
-                    h = torch.eye(line.matrix.shape[1], device=self.device)
-                    self._done(*self._handle([line], h, {"tokens": 0})[0])
-            known = [line for line in todo if line.matrix.name in places]
-            if not known:
-                return
-            loop = Loop(
-                model=self.model,
-                ids=self.windows.ids,
-                calibration=self.calibration,
-                places=places,
-                jobs=jobs,
-                workspace=self.writer.work,
-                handle=self._handle,
-                done=self._done,
-                quantized=self._decoded,
-                progress=self.options.progress,
-            )
-            if self.options.on_note:
-                self.options.on_note(loop.estimate())
-            loop.run(known, self._finished)
-
-    def _handle(
+    def handle(
         self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]
     ) -> list[tuple[PlanLine, dict[str, Any]]]:
+        """Quantize and write the lines that share a Hessian."""
         found = []
         for line in lines:
             started = time.monotonic()
-            w = read_matrix(self.source, line.matrix).to(self.device)
-            packed, record = _named(line, lambda w=w, line=line: quantize_line(w, line, self.plan.recipe, hessian))
-            record |= {**note, "seconds": round(time.monotonic() - started, 3)}
-            self.writer.write(
-                self.units[line.matrix.name], [t.cpu() for t in packed.tensors().values()], record
-            )
+            tensors, record = _process(self.source, line, self.plan.recipe, self.device, (hessian, note))
+            record["seconds"] = round(time.monotonic() - started, 3)
+            self.writer.write(self.units[line.matrix.name], tensors, record)
             found.append((line, record))
         return found
 
-    def _done(self, line: PlanLine, record: Mapping[str, Any]) -> None:
+    def done(self, line: PlanLine, record: Mapping[str, Any]) -> None:
+        """Tell who looks on."""
         if self.options.on_line:
             self.options.on_line(line, record, True)
 
-    def _finished(self) -> list[PlanLine]:
+    def finished(self) -> list[PlanLine]:
+        """The quantized lines that are on disk."""
         return [x for x in self.plan.lines if x.format is not None and x.matrix.name in self.writer.done]
 
-    def _decoded(self, line: PlanLine) -> Tensor:
+    def decoded(self, line: PlanLine) -> Tensor:
+        """A matrix as the packed model will compute with it, [N, K] fp32."""
         stored = self.writer.read(self.units[line.matrix.name])
         parts = {
             t.name.removeprefix(f"{line.matrix.name}_"): data.to(self.device)
@@ -346,6 +291,24 @@ class _Calibrated:
         }
         n, k = line.matrix.shape
         return dequantize(PackedWeight(shape=(n, k), **parts))
+
+
+def _run_calibrated(todo: Sequence[PlanLine], receiver: _Receiver, calibrator: Calibrator) -> None:
+    """Work through the lines that need Hessians."""
+    r = receiver
+    jobs = _jobs(r.options, r.device)
+    run = Run(jobs=jobs, workspace=r.writer.work, progress=r.options.progress, on_note=r.options.on_note)
+    if calibrator.store is None:
+        with _single_threaded_torch(jobs):
+            calibrator.distribute(todo, run, r.handle, r.done, (r.finished, r.decoded))
+        return
+    with _single_threaded_torch(jobs):
+        calibrator.collect([line for line in r.plan.lines if _calibrated(line)], run)
+    _run(r.source, r.plan, todo, r.writer, r.units, r.options, r.device, calibrator.store)
+
+
+def _jobs(options: Options, device: torch.device) -> int:
+    return options.jobs or (1 if device.type == "cuda" else os.cpu_count() or 1)
 
 
 class _CancelledError(Exception):
@@ -364,9 +327,16 @@ def _single_threaded_torch(jobs: int) -> Iterator[None]:
 
 
 def _process(
-    source: Source, line: PlanLine, recipe: Recipe, device: torch.device
+    source: Source,
+    line: PlanLine,
+    recipe: Recipe,
+    device: torch.device,
+    known: tuple[Tensor, Mapping[str, Any]] | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """The tensors to store for one plan line, in order, and what the report says of them."""
+    """The tensors to store for one plan line, in order, and what the report says of them.
+
+    known: the Hessian of its inputs [K, K] fp32 and what the report says of it
+    """
     w = read_matrix(source, line.matrix)
     if line.format is None:
         stored = w.to(DTYPES[line.stored[0].dtype])
@@ -374,8 +344,9 @@ def _process(
             _named(line, lambda: check_finite(stored.float() if stored.element_size() == 1 else stored))
         return [stored], {}
     w = w.to(device)
-    packed, record = _named(line, lambda: quantize_line(w, line, recipe))
-    return [t.cpu() for t in packed.tensors().values()], record
+    hessian, note = (None, {}) if known is None else (known[0].to(device), known[1])
+    packed, record = _named(line, lambda: quantize_line(w, line, recipe, hessian))
+    return [t.cpu() for t in packed.tensors().values()], {**record, **note}
 
 
 def quantize_line(
@@ -422,7 +393,10 @@ def _memory(line: PlanLine, source: Source) -> int:
     n, k = line.matrix.shape if len(line.matrix.shape) == 2 else (numel, 1)
     low_rank = 4 * numel + 16 * (line.rank + 32) * (n + k) if line.rank else 0
     converted = 4 * numel if line.matrix.view.scale or line.matrix.view.transposed else 0
-    return mapped + low_rank + converted + line.nbytes + 32 * 2**20
+    against = (
+        12 * k * k + 12 * numel if _calibrated(line) else 0
+    )  # H, its factor, a copy; weights, codes, errors
+    return mapped + low_rank + converted + against + line.nbytes + 32 * 2**20
 
 
 def _budget(plan: Plan) -> int:

@@ -164,7 +164,9 @@ def _round_columns(
             block[i + 1 :].addr_(upper[i, i + 1 :], errors[i], alpha=-1)
         work[stop:].addmm_(order.upper[start:stop, stop:].T, errors, alpha=-1)
     if known is None:
-        known = affine.make_grid(scales.T.contiguous(), None if fmt.symmetric else offsets.T.contiguous(), fmt)
+        known = affine.make_grid(
+            scales.T.contiguous(), None if fmt.symmetric else offsets.T.contiguous(), fmt
+        )
     return codes.T.contiguous(), known
 
 
@@ -180,16 +182,14 @@ def _lazy_blocks(k: int, group: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _low_rank(
-    e: Tensor, hessian: Tensor, order: _Order, compensation: Compensation
-) -> tuple[Tensor, Tensor]:
+def _low_rank(e: Tensor, hessian: Tensor, order: _Order, compensation: Compensation) -> tuple[Tensor, Tensor]:
     """The stored U and V of least tr((E - U V) H (E - U V)^T); U is fitted to V as stored."""
     inverse = torch.empty_like(order.columns)
     inverse[order.columns] = torch.arange(len(inverse), device=inverse.device)
     # H^-1 = U^T U, so H = (U^-1) (U^-1)^T, with the columns of U in the order of visits.
-    root = torch.linalg.solve_triangular(
-        order.upper, torch.eye(len(inverse), device=e.device), upper=True
-    )[inverse]
+    root = torch.linalg.solve_triangular(order.upper, torch.eye(len(inverse), device=e.device), upper=True)[
+        inverse
+    ]
     u, v, _ = truncated_svd(e @ root, compensation.rank, seed=compensation.seed)
     lrb = quantize_factor(v @ order.upper[:, inverse], compensation.compensator)
     stored = decode_factor(lrb, e.shape[1])

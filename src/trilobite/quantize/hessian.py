@@ -75,7 +75,8 @@ def inverse_factor(h: Tensor) -> Tensor:
             if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
                 identity = torch.eye(len(h), dtype=dtype, device=h.device)
                 inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-                return inverse.flip(0, 1).float().contiguous()
+                upper: Tensor = inverse.flip(0, 1).float().contiguous()
+                return upper
     raise CalibrationError(
         "the Hessian is not positive definite, even damped by its whole mean diagonal; calibrate with more text "
         "(--samples), or compress with a method that needs no data (search)"

@@ -1,0 +1,183 @@
+"""From a calibration to Hessians: what to run the model on, where Hessians are kept, who receives them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.checkpoint.roles import Matrix
+from trilobite.checkpoint.source import Source
+from trilobite.errors import CalibrationError, RecipeError
+from trilobite.quantize.calibration import PROPAGATIONS, Calibration, Windows, draw_windows
+from trilobite.quantize.calibration_loop import Handle, Loop
+from trilobite.quantize.calibration_model import BlockModel, Place
+from trilobite.quantize.calibration_store import HessianStore
+from trilobite.quantize.plan import PlanLine, Progress
+from trilobite.recipe import Recipe, needs_calibration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How to run the model. jobs: threads    workspace: a folder for activations that do not fit in memory."""
+
+    jobs: int
+    workspace: Path
+    progress: Progress | None = None
+    on_note: Callable[[str], None] | None = None
+
+
+class Calibrator:
+    """One calibration of one checkpoint.
+
+    windows: what the model runs on, or None with a finished folder of Hessians
+    store: the folder of Hessians, where one is asked for    identity: what interrupted runs must have in common
+    """
+
+    def __init__(self, source: Source, calibration: Calibration) -> None:
+        """Draw the windows, open the folder of Hessians. Raises CalibrationError; writes nothing."""
+        _check(calibration)
+        self.calibration = calibration
+        self.windows: Windows | None = draw_windows(source, calibration) if calibration.text else None
+        self.store: HessianStore | None = None
+        wanted = None if self.windows is None else self.windows.identity
+        if folder := calibration.save or calibration.hessians:
+            self.store = HessianStore(folder, source=source.fingerprint(), calibration=wanted)
+            wanted = self.store.calibration
+        assert wanted is not None
+        self.identity: dict[str, Any] = dict(wanted)
+        if calibration.hessians:
+            self.windows = None
+        self._model: BlockModel | None = None
+
+    def build(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> None:
+        """Build the model, where one has to run. Raises ArchitectureError when it cannot be run block by block."""
+        if self.windows is not None:
+            self._model = BlockModel(source, matrices, device)
+
+    def collect(self, lines: Sequence[PlanLine], run: Run) -> None:
+        """Fill the folder of Hessians with what it lacks for these lines."""
+        assert self.store is not None
+        if self.windows is None:
+            return
+        store, rows = self.store, dict[str, Mapping[str, Any]]()
+
+        @contextmanager
+        def block(index: int | None, of_block: Sequence[PlanLine]) -> Iterator[None]:
+            store.begin(index, of_block)
+            rows.clear()
+            yield
+            store.end(rows)
+
+        def done(line: PlanLine, row: Mapping[str, Any]) -> None:
+            rows[line.matrix.name] = row
+
+        places, unseen = self._places([line for line in lines if line.matrix.name not in store])
+        if unseen:
+            store.unseen([line.matrix.name for line in unseen])
+        # A block's file is made whole or not at all.
+        again = {self._block(places[name]) for name in places}
+        known, _ = self._places(lines)
+        todo = [x for x in lines if x.matrix.name in known and self._block(known[x.matrix.name]) in again]
+        self._loop(run, known, store.put, done, block=block).run(todo, list)
+
+    def distribute(
+        self,
+        lines: Sequence[PlanLine],
+        run: Run,
+        handle: Handle,
+        done: Callable[[PlanLine, dict[str, Any]], None],
+        quantized: tuple[Callable[[], Sequence[PlanLine]], Callable[[PlanLine], Tensor]],
+    ) -> None:
+        """Run the model and hand out the Hessian of each line, block after block.
+
+        quantized: the lines that are quantized so far, and the decoded matrix of one of them
+        """
+        places, unseen = self._places(lines)
+        for line in unseen:  # the model never runs it: no input is as good as any other
+            for made, record in handle([line], torch.eye(line.matrix.shape[1]), {"tokens": 0}):
+                done(made, record)
+        loop = self._loop(run, places, handle, done, decode=quantized[1])
+        loop.run([line for line in lines if line.matrix.name in places], quantized[0])
+
+    def _loop(
+        self,
+        run: Run,
+        places: Mapping[str, Place],
+        handle: Handle,
+        done: Callable[[PlanLine, dict[str, Any]], None],
+        *,
+        decode: Callable[[PlanLine], Tensor] | None = None,
+        block: Any = None,
+    ) -> Loop:
+        assert self._model is not None
+        assert self.windows is not None
+        loop = Loop(
+            model=self._model,
+            ids=self.windows.ids,
+            calibration=self.calibration,
+            places=places,
+            jobs=run.jobs,
+            workspace=run.workspace,
+            handle=handle,
+            done=done,
+            quantized=decode,
+            block=block,
+            progress=run.progress,
+        )
+        if run.on_note:
+            run.on_note(loop.estimate())
+        return loop
+
+    def _places(self, lines: Sequence[PlanLine]) -> tuple[dict[str, Place], list[PlanLine]]:
+        """Where matrices are in the model, and those that it does not have."""
+        assert self._model is not None
+        places, unseen = {}, []
+        for line in lines:
+            place = self._model.place(line.matrix)
+            if place is None:
+                unseen.append(line)
+            else:
+                places[line.matrix.name] = place
+        return places, unseen
+
+    def _block(self, place: Place) -> int | None:
+        assert self._model is not None
+        return self._model.block_of(place)
+
+
+def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> Calibrator | None:
+    """The calibration that a recipe needs, or None for one that needs none.
+
+    Raises RecipeError when a calibration is needed and absent or the other way round, CalibrationError for a bad one.
+    """
+    if not needs_calibration(recipe):
+        if calibration is None:
+            return None
+        raise RecipeError(
+            f"recipe {recipe.name}: needs no calibration; drop --calibration, or choose a method that uses one (gptq)"
+        )
+    if calibration is None or not (calibration.text or calibration.hessians):
+        raise RecipeError(
+            f"recipe {recipe.name}: needs a text to calibrate on; pass --calibration FILE, or --hessians FOLDER"
+        )
+    return Calibrator(source, calibration)
+
+
+def _check(calibration: Calibration) -> None:
+    if calibration.propagate not in PROPAGATIONS:
+        raise CalibrationError(
+            f"propagate {calibration.propagate!r}: expected one of {', '.join(PROPAGATIONS)}"
+        )
+    if calibration.save and calibration.hessians:
+        raise CalibrationError(
+            "Hessians are either collected (--save-hessians) or taken (--hessians); drop one"
+        )
+    if calibration.save and calibration.propagate != "original":
+        raise CalibrationError(
+            "Hessians behind quantized blocks belong to one recipe and are not kept; add --propagate original to "
+            "--save-hessians"
+        )
