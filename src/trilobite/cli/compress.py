@@ -18,28 +18,41 @@ from trilobite.cli.console import (
     stop,
 )
 from trilobite.cli.options import (
+    CalibrationMemoryOption,
+    CalibrationOption,
     CompensatorOption,
+    ContextOption,
     DeviceOption,
     GroupOption,
+    HessiansOption,
     IterationsOption,
     JsonOption,
     KeepOption,
     MethodOption,
+    PropagateOption,
     RankOption,
     RecipeOption,
     RevisionOption,
+    SamplesOption,
+    SaveHessiansOption,
+    SeedOption,
     StatsOption,
     UnmatchedOption,
+    chosen_calibration,
     chosen_recipe,
     frequencies,
     usable_device,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from trilobite.quantize.compress import Result
     from trilobite.quantize.plan import Plan
     from trilobite.quantize.report import Report
 
+SCARCE = 20
+"""Lines of the table of experts that saw few tokens."""
 COLUMNS = ("role", "format", "tensors", "params", "bytes", "bits/weight", "rank", "error")
 SourceArgument = Annotated[
     str, typer.Argument(help="Folder of the original checkpoint, or a hub id.", metavar="SRC")
@@ -61,6 +74,14 @@ def compress(
     compensator: CompensatorOption = None,
     iterations: IterationsOption = None,
     stats: StatsOption = None,
+    calibration: CalibrationOption = None,
+    samples: SamplesOption = None,
+    context: ContextOption = None,
+    seed: SeedOption = None,
+    propagate: PropagateOption = None,
+    memory: CalibrationMemoryOption = None,
+    save_hessians: SaveHessiansOption = None,
+    hessians: HessiansOption = None,
     keep_unmatched: UnmatchedOption = False,
     revision: RevisionOption = None,
     json: JsonOption = False,
@@ -71,8 +92,21 @@ def compress(
 
     \b
     Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-3bit --recipe milo-s1
+
+    \b
+    Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-gptq -r gptq3 --calibration wiki.txt
     """
     chosen = chosen_recipe(recipe, keep, group_size, rank, method, compensator, iterations)
+    ground = chosen_calibration(
+        calibration,
+        save_hessians,
+        hessians,
+        samples=samples,
+        context=context,
+        seed=seed,
+        propagate=propagate,
+        memory=memory,
+    )
     with Progress() as bars:
         progress = CompressProgress(bars)
         try:
@@ -85,6 +119,7 @@ def compress(
                 chosen,
                 frequency=frequencies(stats),
                 keep_unmatched=keep_unmatched,
+                calibration=ground,
                 options=progress.options(jobs, usable_device(device)),
             )
         except KeyboardInterrupt:
@@ -113,10 +148,25 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
         note(f"{dst}: is already complete; nothing was done")
     print_report(made, f"{dst}, recipe {result.plan.recipe.name}")
     print_kept(made)
+    _print_scarce(read_report(dst)["tensors"])
     if slow:
         print_table(("slowest tensors", "seconds"), [(name, number(s, 2)) for name, s in slow])
     print(f"{count(made.parameters)} parameters in {size(made.bytes_on_disk or 0)}, ", end="")
     print(f"{made.bits_per_weight:.3f} bits per weight counting every file, {result.seconds:.1f} s")
+
+
+def _print_scarce(tensors: "Sequence[Mapping[str, Any]]") -> None:
+    """The matrices that saw so few calibration tokens that others' Hessians, or none, stood in for their own."""
+    from trilobite.quantize.report import scarce
+
+    rows = [
+        (where, matrices, str(tokens), f"{own:.0%}" if tokens else "none")
+        for where, matrices, tokens, own in scarce(tensors)
+    ]
+    if rows:
+        print_table(("few calibration tokens", "matrices", "tokens", "own Hessian"), [*rows[:SCARCE]], left=2)
+        if len(rows) > SCARCE:
+            print(f"… and {len(rows) - SCARCE} more; trilobite.json lists all (`tokens`, `own`)\n")
 
 
 def plan(

@@ -134,7 +134,7 @@ class Progress:
 
 
 class CompressProgress:
-    """Follows a compress run: a bar for the kurtosis pre-pass, one for the tensors, counts for Ctrl-C."""
+    """Follows a compress run: bars for the kurtosis pass, calibration and tensors, counts for Ctrl-C."""
 
     def __init__(self, progress: Progress) -> None:
         """progress: draws the bars."""
@@ -148,7 +148,12 @@ class CompressProgress:
         from trilobite.quantize.compress import Options
 
         return Options(
-            jobs=jobs, device=device, on_plan=self.on_plan, on_line=self.on_line, progress=self.progress.show
+            jobs=jobs,
+            device=device,
+            on_plan=self.on_plan,
+            on_line=self.on_line,
+            progress=self.progress.show,
+            on_note=note,
         )
 
     def on_plan(self, plan: "Plan") -> None:

@@ -12,6 +12,8 @@ from trilobite.recipe import Recipe, load_recipe, parse_role, recipe_from_dict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trilobite.quantize.calibration import Calibration
+
 RecipeOption = Annotated[
     str,
     typer.Option(
@@ -43,7 +45,10 @@ RankOption = Annotated[
     ),
 ]
 MethodOption = Annotated[
-    str | None, typer.Option("--method", help="How codes are found: rtn, search or hqq.", metavar="METHOD")
+    str | None,
+    typer.Option(
+        "--method", help="How codes are found: rtn, search, hqq, gptq or gptq-order.", metavar="METHOD"
+    ),
 ]
 CompensatorOption = Annotated[
     str | None,
@@ -56,6 +61,53 @@ StatsOption = Annotated[
     Path | None,
     typer.Option(
         "--stats", help="Expert frequencies from `trilobite stats`, for a frequency-r rank.", metavar="FILE"
+    ),
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        help='Text to calibrate on: a UTF-8 file, a .jsonl or .parquet file with "text", or a folder of them.',
+        metavar="TEXT",
+    ),
+]
+SamplesOption = Annotated[
+    int | None, typer.Option("--samples", help="Windows drawn from the text (128).", metavar="N")
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option("--context", help="Tokens of a window (the model's own, at most 2048).", metavar="L"),
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Of the windows (0).", metavar="S")]
+PropagateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--propagate",
+        help="What a block is calibrated on: outputs of the `quantized` blocks before it (the default), or of the "
+        "`original` ones.",
+        metavar="WHICH",
+    ),
+]
+CalibrationMemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        "--memory",
+        help="GiB for activations and Hessians (8); activations beyond a quarter of it lie in a mapped file.",
+        metavar="GIB",
+    ),
+]
+SaveHessiansOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-hessians",
+        help="Keep the Hessians in this folder, for other recipes; needs --propagate original.",
+        metavar="FOLDER",
+    ),
+]
+HessiansOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--hessians", help="Take Hessians from this folder: the model is not run.", metavar="FOLDER"
     ),
 ]
 UnmatchedOption = Annotated[
@@ -116,6 +168,25 @@ def chosen_recipe(
     changed = [*changes, *(["method"] if method else []), *(["group"] if group_size is not None else [])]
     recipe = replace(recipe_from_dict(data, recipe.name), name="+".join([recipe.name, *changed]))
     return recipe.keeping(tuple(parse_role(role) for part in keep or () for role in part.split(",")))
+
+
+def chosen_calibration(
+    text: Path | None, save: Path | None, hessians: Path | None, **settings: Any
+) -> "Calibration | None":
+    """The calibration that the command line asks for, where it asks for one.
+
+    settings: samples, context, seed, propagate and memory (GiB); None = the default
+    """
+    from trilobite.quantize.calibration import Calibration
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    if text is None and save is None and hessians is None:
+        if given:
+            raise typer.BadParameter(f"--{next(iter(given))} goes with --calibration")
+        return None
+    if "memory" in given:
+        given["memory"] = int(given["memory"] * 2**30)
+    return Calibration(text=text, save=save, hessians=hessians, **given)
 
 
 def usable_device(name: str) -> str:

@@ -361,7 +361,7 @@ class _Routed:
     @property
     def count(self) -> int:
         """Experts of the layer. Higher indices mean none."""
-        return len(self.experts.down_proj)
+        return int(len(self.experts.down_proj))
 
     def _average(self, sides: Mapping[str, int], total: int) -> None:
         """E[x x^T] over evenly spread pairs of token and expert: every expert counts as much as it is used."""

@@ -130,6 +130,24 @@ def report(rows: Rows, *, bytes_on_disk: int | None = None) -> Report:
     )
 
 
+def scarce(rows: Rows) -> list[tuple[str, str, int, float]]:
+    """Where calibration saw too few tokens: (module, its matrices, tokens, share of the own Hessian), fewest first.
+
+    rows: of trilobite.json    The share is the smallest of the module's matrices.
+    """
+    found: dict[tuple[str, int], list[tuple[str, float]]] = {}
+    for row in rows:
+        own = float(row.get("own", 0.0 if row.get("tokens") == 0 else 1.0))
+        if own < 1:
+            where, _, leaf = str(row["name"]).removesuffix(".weight").rpartition(".")
+            found.setdefault((where, row["tokens"]), []).append((leaf, own))
+    table = [
+        (where, ", ".join(leaf for leaf, _ in parts), tokens, min(own for _, own in parts))
+        for (where, tokens), parts in found.items()
+    ]
+    return sorted(table, key=lambda row: (row[2], row[0]))
+
+
 def slowest(records: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]:
     """The tensors that took longest, with their seconds. records: `compress.Result.records`."""
     seconds = [(name, float(r.get("seconds", 0.0))) for name, r in records.items()]
