@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from trilobite.checkpoint.roles import text_config
 from trilobite.checkpoint.source import Source
@@ -139,6 +138,8 @@ def _cut(part: str, length: int, encode: Any, chance: random.Random) -> list[int
 
 
 def _tokenizer(source: Source) -> Any:
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(source.path)
     except (OSError, ValueError, KeyError) as e:

@@ -361,7 +361,7 @@ class _Routed:
     @property
     def count(self) -> int:
         """Experts of the layer. Higher indices mean none."""
-        return int(len(self.experts.down_proj))
+        return len(self.experts.down_proj)
 
     def _average(self, sides: Mapping[str, int], total: int) -> None:
         """E[x x^T] over evenly spread pairs of token and expert: every expert counts as much as it is used."""
@@ -387,7 +387,7 @@ class _Routed:
     def parallel(self) -> int:
         """Experts in work at a time: their Hessians, each with its factor and a copy, fit half the bound."""
         down, up = self.experts.down_proj.shape[1:]
-        each = 3 * 4 * (down * down + up * up)
+        each = int(3 * 4 * (down * down + up * up))
         return max(1, min(self.loop.jobs, self.loop.calibration.memory // 2 // each))
 
     def work(self, expert: int, lines: Sequence[PlanLine]) -> list[tuple[PlanLine, Record]]:

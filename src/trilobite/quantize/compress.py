@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,16 @@ from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CalibrationError, DestinationError, RecipeError, WeightError
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import cpu_quantize
-from trilobite.quantize.calibrated import Calibrator, Run, open_calibration
 from trilobite.quantize.calibration import Calibration
-from trilobite.quantize.calibration_store import HessianStore
 from trilobite.quantize.gptq import gptq
 from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
-from trilobite.recipe import CALIBRATED_METHODS, Recipe
+from trilobite.recipe import CALIBRATED_METHODS, Recipe, needs_calibration
+
+if TYPE_CHECKING:
+    from trilobite.quantize.calibrated import Calibrator
+    from trilobite.quantize.calibration_store import HessianStore
 
 LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
 """(line, its record, whether this run made it): called for every tensor, from the main thread."""
@@ -109,7 +111,7 @@ def compress(
     device = pick_device(options.device)
     started = time.monotonic()
     source = open_source(src)
-    calibrator = open_calibration(source, recipe, calibration)
+    calibrator = _open_calibration(source, recipe, calibration)
     identity: dict[str, Any] = {
         "source": source.fingerprint(),
         "recipe": recipe.to_dict(),
@@ -203,7 +205,7 @@ def _run(
     units: Mapping[str, Unit],
     options: Options,
     device: torch.device,
-    hessians: HessianStore | None = None,
+    hessians: "HessianStore | None" = None,
 ) -> None:
     """Work through the lines with several threads, as many at a time as the memory bound allows."""
     jobs = _jobs(options, device)
@@ -243,6 +245,15 @@ def _run(
         finally:
             # Threads in the middle of a matrix end with it; what they were making is made again by the next run.
             pool.shutdown(wait=not failed.is_set(), cancel_futures=True)
+
+
+def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> "Calibrator | None":
+    if calibration is None and not needs_calibration(recipe):
+        return None
+    # Brings transformers along, which other recipes need not wait for.
+    from trilobite.quantize.calibrated import open_calibration
+
+    return open_calibration(source, recipe, calibration)
 
 
 def _calibrated(line: PlanLine) -> bool:
@@ -293,8 +304,10 @@ class _Receiver:
         return dequantize(PackedWeight(shape=(n, k), **parts))
 
 
-def _run_calibrated(todo: Sequence[PlanLine], receiver: _Receiver, calibrator: Calibrator) -> None:
+def _run_calibrated(todo: Sequence[PlanLine], receiver: _Receiver, calibrator: "Calibrator") -> None:
     """Work through the lines that need Hessians."""
+    from trilobite.quantize.calibrated import Run
+
     r = receiver
     jobs = _jobs(r.options, r.device)
     run = Run(jobs=jobs, workspace=r.writer.work, progress=r.options.progress, on_note=r.options.on_note)
