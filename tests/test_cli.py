@@ -399,3 +399,74 @@ def test_the_command_registers_when_it_loads_a_model(packed: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the sea")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prose") / "prose.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_compress_with_calibration(run: Run, original: Path, prose: Path, tmp_path: Path) -> None:
+    command = (
+        "compress",
+        original,
+        tmp_path / "out",
+        "-r",
+        "gptq3",
+        "--calibration",
+        prose,
+        "--device",
+        "cpu",
+    )
+    first = run(*command, "--samples", 2, "--context", 32)
+    assert first.status == 0, first.err
+    assert "calibration: 2 windows of 32 tokens; 2 blocks of up to" in first.err
+    assert "few calibration tokens" in first.out
+    assert "layers.0.block_sparse_moe.experts" in first.out
+    report = json.loads((tmp_path / "out" / "trilobite.json").read_text())
+    assert report["identity"]["calibration"]["samples"] == 2
+    assert run("generate", tmp_path / "out", "the sea", "-n", 4, "--device", "cpu").status == 0
+    again = run(*command, "--samples", 2, "--context", 32)
+    assert "already complete" in again.err
+    assert "differs in its calibration" in run(*command, "--samples", 3, "--context", 32).err
+
+
+def test_compress_with_kept_hessians(run: Run, original: Path, prose: Path, tmp_path: Path) -> None:
+    keep = ("--propagate", "original", "--save-hessians", tmp_path / "h", "--context", 32, "--memory", 0.5)
+    command = ("compress", original, tmp_path / "a", "-r", "gptq3", "--calibration", prose, "--device", "cpu")
+    assert run(*command, *keep).status == 0
+    other = ("compress", original, tmp_path / "b", "-r", "gptq2", "--device", "cpu")
+    made = run(*other, "--rank", "dense-4", "--hessians", tmp_path / "h", "--json").json
+    assert made["roles"]["attention"]["rank"]["max"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["-r", "gptq3"], 1, "needs a text to calibrate on; pass --calibration FILE"),
+        (["-r", "search3", "--calibration", "TEXT"], 1, "needs no calibration; drop --calibration"),
+        (["-r", "search3", "--samples", "4"], 2, "--samples goes with --calibration"),
+        (["-r", "gptq3", "--calibration", "no/such"], 1, "no such file or folder"),
+        (["-r", "gptq3", "--calibration", "TEXT", "--context", "999"], 1, "takes 2 to 256 tokens"),
+        (["-r", "gptq3", "--calibration", "TEXT", "--propagate", "both"], 1, "expected one of quantized"),
+        (["-r", "gptq3", "--calibration", "TEXT", "--save-hessians", "H"], 1, "add --propagate original"),
+        (["-r", "gptq3", "--hessians", "no/such"], 1, "holds no manifest.json"),
+        (["-r", "gptq3", "--save-hessians", "H"], 1, "needs a text"),
+    ],
+)
+def test_calibration_mistakes(
+    run: Run,
+    original: Path,
+    prose: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    status: int,
+    message: str,
+) -> None:
+    found = run("compress", original, tmp_path / "out", *(prose if a == "TEXT" else a for a in arguments))
+    assert found.status == status
+    assert message in " ".join(found.err.replace("│", " ").split())
+    assert status == 2 or found.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
