@@ -9,6 +9,7 @@ as many experts as fit the bound, each of which is handed out and forgotten befo
 taken from what entered the experts' module, and sent through its gate and up projections once more.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite.errors import DestinationError
 from trilobite.quantize.calibration import Calibration
 from trilobite.quantize.calibration_model import (
     BlockModel,
@@ -81,8 +83,8 @@ class Loop:
             (outside if block is None else by_block.setdefault(block, [])).append(line)
         last = len(self.model.blocks) - 1 if outside else max(by_block)
         model, original = self.model, self.calibration.propagate == "original"
-        with _pool(self.jobs) as pool, self._activations(pool) as hidden:
-            step = _Step(self, pool, hidden, total=(last + 1) * (1 if original else 2))
+        with _pool(self.jobs) as pool:
+            step = _Step(self, pool, self._activations(), total=(last + 1) * (1 if original else 2))
             for i in range(last + 1):
                 model.load(model.blocks[i])
                 if original or i in by_block:
@@ -104,8 +106,7 @@ class Loop:
     def _around(self, block: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
         return self.block(block, lines) if self.block and lines else nullcontext()
 
-    @contextmanager
-    def _activations(self, pool: ThreadPoolExecutor) -> Iterator[Tensor]:
+    def _activations(self) -> Tensor:
         """What enters the first block, [S, T, H]."""
         model = self.model
         model.load("")
@@ -116,11 +117,11 @@ class Loop:
         if rest := len(self.ids) % size:
             model.record(self.ids[-rest:])
         first = model.embed(self.ids[:1])
-        with self.buffer((*self.ids.shape, first.shape[-1]), first.dtype) as hidden:
-            for rows in self.batches():
-                hidden[rows] = model.embed(self.ids[rows]).to(hidden.device)
-            model.drop("")
-            yield hidden
+        hidden = self.buffer((*self.ids.shape, first.shape[-1]), first.dtype)
+        for rows in self.batches():
+            hidden[rows] = model.embed(self.ids[rows]).to(hidden.device)
+        model.drop("")
+        return hidden
 
     @property
     def batch(self) -> int:
@@ -132,15 +133,24 @@ class Loop:
         for first in range(0, len(self.ids), self.batch):
             yield slice(first, min(len(self.ids), first + self.batch))
 
-    @contextmanager
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
-        """Activations of all windows: in memory, or in a mapped file that is gone when they are."""
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Activations of all windows: in memory, or in a mapped file that has no name any more.
+
+        Raises DestinationError when the disk cannot hold it.
+        """
         size = torch.Size(shape).numel()
         if size * dtype.itemsize <= self.calibration.memory // 4:
-            yield torch.empty(shape, dtype=dtype)
-            return
+            return torch.empty(shape, dtype=dtype)
         with tempfile.NamedTemporaryFile(dir=self.workspace, prefix="activations-") as file:
-            yield torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+            try:
+                if hasattr(os, "posix_fallocate"):  # a full disk under a mapping would kill the process later
+                    os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+                return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+            except (OSError, RuntimeError) as e:
+                raise DestinationError(
+                    f"{self.workspace}: activations of {size * dtype.itemsize / 1e9:.2f} GB do not fit on this disk; "
+                    "free some space, or give more --memory, and run the same command again: it continues"
+                ) from e
 
     def estimate(self) -> str:
         """What the run will hold, for the user to see before it starts."""
@@ -190,16 +200,13 @@ class _Step:
                 experts.setdefault(place.module, {}).setdefault(place.expert, []).append(line)
         routed = {path: _Routed(self.loop, path) for path in experts}
         with Watch(self.loop.model, list(linears), list(experts)) as watch:
-            try:
-                sums, leaders = self._watched(block, watch, routed, advance=advance)
-                self._hand_out(self._linear_work(linears, sums, leaders), self.loop.jobs)
-                for path, of_path in experts.items():
-                    routed[path].finish(of_path)
-                    work = (partial(routed[path].work, e, of_e) for e, of_e in sorted(of_path.items()))
-                    self._hand_out(work, routed[path].parallel())
-            finally:
-                for r in routed.values():
-                    r.close()
+            sums, leaders = self._watched(block, watch, routed, advance=advance)
+        self._hand_out(self._linear_work(linears, sums, leaders), self.loop.jobs)
+        del sums
+        for path, of_path in experts.items():
+            routed[path].finish(of_path)
+            work = (partial(routed[path].work, e, of_e) for e, of_e in sorted(of_path.items()))
+            self._hand_out(work, routed[path].parallel())
 
     def collect_head(self, lines: Sequence[PlanLine]) -> None:
         """Hand out the Hessian of what is outside of the blocks: the output head."""
@@ -325,24 +332,15 @@ class _Routed:
         self.experts: Any = loop.model.module(path)
         self.index: list[Tensor] = []
         self.states: Tensor | None = None
-        self._close: list[Any] = []
         self.average: dict[str, Tensor | None] = {"in": None, "mid": None}
 
     def put(self, rows: slice, states: Tensor, index: Tensor) -> None:
         """Keep a batch. states: [T, H]    index: [T, A]; batches come in order."""
         length = self.loop.ids.shape[1]
         if self.states is None:
-            keep = self.loop.buffer((self.loop.ids.numel(), states.shape[1]), states.dtype)
-            self.states = keep.__enter__()
-            self._close.append(keep)
+            self.states = self.loop.buffer((self.loop.ids.numel(), states.shape[1]), states.dtype)
         self.states[rows.start * length : rows.stop * length] = states.to(self.states.device)
         self.index.append(index.to("cpu", torch.int32))
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.states = None
-        for keep in self._close:
-            keep.__exit__(None, None, None)
 
     def finish(self, wanted: Mapping[int, Sequence[PlanLine]]) -> None:
         """All batches are there: sort tokens by expert; the layer's average, if any expert wanted saw too few."""
