@@ -383,9 +383,8 @@ class _Routed:
             sums["mid"].add(intermediate(self.experts, expert, x))
 
     def parallel(self) -> int:
-        """Experts in work at a time: their Hessians, each with its factor and a copy, fit half the bound."""
-        down, up = self.experts.down_proj.shape[1:]
-        each = int(3 * 4 * (down * down + up * up))
+        """Experts in work at a time: their Hessians, each with the four copies of factoring it, fit half the bound."""
+        each = 5 * 4 * int(max(self.experts.down_proj.shape[1:])) ** 2
         return max(1, min(self.loop.jobs, self.loop.calibration.memory // 2 // each))
 
     def work(self, expert: int, lines: Sequence[PlanLine]) -> list[tuple[PlanLine, Record]]:

@@ -1,9 +1,10 @@
 """GPTQ (Frantar et al. 2023): round column by column, and let the columns to come make up for each error.
 
 With H^-1 = U^T U the error e_j = (w_j - q_j) / U_jj of column j is fed back as w_k -= e_j U_jk to the columns k > j,
-which is the step of least loss tr((W - W_q) H (W - W_q)^T) given what is rounded already. Each group's scale and offset
-are those of `search` on its weights as they are, compensated, when its first column is reached; they are rounded to
-what the format stores before anything is rounded to them.
+which is the step of least loss tr((W - W_q) H (W - W_q)^T) given what is rounded already. The loss comes to the sum of
+all e_j^2: an error of column j costs 1 / U_jj^2. So each group's scale and offset are those of `search` with these
+weights, on the group as it is, compensated, when its first column is reached; they are rounded to what the format
+stores before anything is rounded to them.
 
 `gptq-order` visits the columns by decreasing H_jj. Groups stay neighbours of a row, so kernels see nothing of it; their
 scales are found beforehand, on the weights as they came.
@@ -21,8 +22,9 @@ from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
 from trilobite.quantize.compensator import fit_factor, quantize_factor
 from trilobite.quantize.hessian import inverse_factor, weighted_error
 from trilobite.quantize.lowrank import truncated_svd
-from trilobite.quantize.matrix import check_finite, quantize_band
+from trilobite.quantize.matrix import check_finite
 from trilobite.quantize.milo import Compensation
+from trilobite.quantize.search import search
 from trilobite.recipe import Format
 
 ORDERED = "gptq-order"
@@ -50,10 +52,14 @@ class GptqResult:
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """columns: [K] int64, in the order of visits    upper: [K, K] fp32, U of H^-1 in that order."""
+    """columns: [K] int64, in the order of visits    upper: [K, K] fp32, U of H^-1 in that order.
+
+    cost: [K] fp32, 1 / U_jj^2 of each column, in the natural order
+    """
 
     columns: Tensor
     upper: Tensor
+    cost: Tensor
 
 
 def gptq(
@@ -100,9 +106,13 @@ def gptq(
 def _order(hessian: Tensor, method: str) -> _Order:
     k = len(hessian)
     if method != ORDERED:
-        return _Order(columns=torch.arange(k, device=hessian.device), upper=inverse_factor(hessian))
-    columns = hessian.diagonal().argsort(descending=True, stable=True)
-    return _Order(columns=columns, upper=inverse_factor(hessian[columns][:, columns]))
+        columns, upper = torch.arange(k, device=hessian.device), inverse_factor(hessian)
+    else:
+        columns = hessian.diagonal().argsort(descending=True, stable=True)
+        upper = inverse_factor(hessian[columns][:, columns])
+    cost = torch.empty(k, device=hessian.device)
+    cost[columns] = upper.diagonal().square().reciprocal()
+    return _Order(columns=columns, upper=upper, cost=cost / cost.mean())
 
 
 def _codes_only(weight: PackedWeight) -> Tensor:
@@ -119,7 +129,7 @@ def _rounded(w: Tensor, fmt: Format, method: str, order: _Order) -> PackedWeight
     for first in range(0, n, step):
         rows = w[first : first + step]
         # Double quantization joins groups, and another order reaches all groups at once: their lines come first.
-        known = _grid(rows, fmt) if method == ORDERED or fmt.double_quant else None
+        known = _grid(rows, fmt, order.cost) if method == ORDERED or fmt.double_quant else None
         codes, grid = _round_columns(rows, fmt, order, known)
         tiles = slice(first // ROWS, -(-(first + len(rows)) // ROWS))
         packed[tiles] = affine.encode(codes, grid, fmt)
@@ -129,9 +139,16 @@ def _rounded(w: Tensor, fmt: Format, method: str, order: _Order) -> PackedWeight
     return PackedWeight(shape=(n, k), packed=packed, scale=scale)
 
 
-def _grid(w: Tensor, fmt: Format) -> affine.Grid:
-    """The grid of least squared error for weights as they are, rounded to what is stored. w: [N, K] fp32."""
-    return affine.make_grid(*quantize_band(w.contiguous(), fmt, "search", packed=False).line, fmt)
+def _grid(w: Tensor, fmt: Format, cost: Tensor) -> affine.Grid:
+    """The grid of least cost for weights as they are, rounded to what is stored. w: [N, K] fp32    cost: [K] fp32."""
+    group = fmt.group_size(w.shape[1])
+    lines = [
+        search(part.contiguous(), fmt, weight=of_part)
+        for part, of_part in zip(torch.split(w, group, 1), torch.split(cost, group), strict=True)
+    ]
+    scale = torch.stack([scale for scale, _ in lines], 1)
+    offsets = [offset for _, offset in lines if offset is not None]
+    return affine.make_grid(scale, torch.stack(offsets, 1) if offsets else None, fmt)
 
 
 def _round_columns(
@@ -154,7 +171,8 @@ def _round_columns(
             column = columns[start + i]
             g = column // group
             if known is None and column % group == 0:
-                grid = _grid(work[column : column + group].T, fmt)
+                here = slice(column, column + group)
+                grid = _grid(work[here].T, fmt, order.cost[here])
                 scales[g], offsets[g] = grid.scale[:, 0], grid.offset[:, 0]
             scale, offset = scales[g], offsets[g]
             inverse = torch.where(scale != 0, 1 / scale, 0.0)

@@ -72,10 +72,12 @@ def inverse_factor(h: Tensor) -> Tensor:
             added = torch.where(alive, factor * DAMPING * mean, mean).flip(0).to(dtype)
             damped.diagonal().add_(added)
             lower, info = torch.linalg.cholesky_ex(damped)
+            del damped
             if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
                 identity = torch.eye(len(h), dtype=dtype, device=h.device)
                 inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-                upper: Tensor = inverse.flip(0, 1).float().contiguous()
+                del lower, identity
+                upper: Tensor = inverse.flip(0, 1).float()
                 return upper
     raise CalibrationError(
         "the Hessian is not positive definite, even damped by its whole mean diagonal; calibrate with more text "

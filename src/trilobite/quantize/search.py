@@ -19,10 +19,10 @@ STEPS = 8
 Line = tuple[Tensor, Tensor | None]
 
 
-def search(groups: Tensor, fmt: Format, steps: int = STEPS) -> Line:
+def search(groups: Tensor, fmt: Format, steps: int = STEPS, weight: Tensor | None = None) -> Line:
     """Scale and offset of (locally) least squared error per group.
 
-    groups: [M, G] fp32    steps: alternations from each start
+    groups: [M, G] fp32    steps: alternations from each start    weight: [G] fp32 > 0, of the columns' errors
     returns: scale [M], offset [M] or None for a symmetric format
     """
     scale, offset = rtn(groups, fmt)
@@ -32,14 +32,14 @@ def search(groups: Tensor, fmt: Format, steps: int = STEPS) -> Line:
         line = _shrunk(scale, offset, factor, fmt)
         for step in range(steps + 1):
             codes = _round(groups, *line, fmt)
-            error = _error(groups, codes, *line)
+            error = _error(groups, codes, *line, weight)
             better = error < best_error
             best_error = torch.where(better, error, best_error)
             best_scale = torch.where(better, line[0], best_scale)
             if line[1] is not None and best_offset is not None:
                 best_offset = torch.where(better, line[1], best_offset)
             if step < steps:
-                line = _fit(groups, codes, *line)
+                line = _fit(groups, codes, *line, weight)
     return best_scale, best_offset
 
 
@@ -59,21 +59,33 @@ def _round(groups: Tensor, scale: Tensor, offset: Tensor | None, fmt: Format) ->
     return (groups - offset[:, None]).mul_(inverse).round_().clamp_(0, 2**fmt.bits - 1)
 
 
-def _error(groups: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+def _sum(values: Tensor, weight: Tensor | None) -> Tensor:
+    return values.sum(-1) if weight is None else values @ weight
+
+
+def _mean(values: Tensor, weight: Tensor | None) -> Tensor:
+    return values.mean(-1) if weight is None else values @ (weight / weight.sum())
+
+
+def _error(
+    groups: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, weight: Tensor | None
+) -> Tensor:
     residual = groups - codes * scale[:, None]
     if offset is not None:
         residual -= offset[:, None]
-    return residual.square_().sum(-1)
+    return _sum(residual.square_(), weight)
 
 
-def _fit(groups: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Line:
+def _fit(groups: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, weight: Tensor | None) -> Line:
     """Least squares line of the weights on the codes; a group with a single code keeps its scale."""
     if offset is None:
-        square = codes.square().sum(-1)
-        return torch.where(square > 0, (codes * groups).sum(-1) / square.clamp_min(1e-30), scale), None
-    mean_q, mean_w = codes.mean(-1), groups.mean(-1)
+        square = _sum(codes.square(), weight)
+        fitted = _sum(codes * groups, weight) / square.clamp_min(1e-30)
+        return torch.where(square > 0, fitted, scale), None
+    mean_q, mean_w = _mean(codes, weight), _mean(groups, weight)
     centred = codes - mean_q[:, None]
-    square = centred.square().sum(-1)
-    # Of codes that are not all the same the spread is almost 1 or more.
-    fitted = torch.where(square > 0.5, (centred * groups).sum(-1) / square.clamp_min(0.5), scale)
+    square = _sum(centred.square(), weight)
+    # Of codes that are not all the same the spread is almost 1 or more, or as much as the least weight.
+    least = 0.5 if weight is None else 0.5 * float(weight.min())
+    fitted = torch.where(square > least, _sum(centred * groups, weight) / square.clamp_min(least), scale)
     return fitted, mean_w - fitted * mean_q
