@@ -91,10 +91,9 @@ class Loop:
                     with self._around(i, by_block.get(i, [])):
                         step.collect(model.blocks[i], by_block.get(i, []), advance=original)
                 if not original and (i < last or outside):
-                    prefix = f"{model.blocks[i]}."
                     for line in finished():
                         place = model.place(line.matrix)
-                        if place is not None and place.module.startswith(prefix):
+                        if place is not None and model.block_of(place) == i:
                             assert self.quantized is not None
                             model.put(place, self.quantized(line))
                     step.propagate(model.blocks[i])

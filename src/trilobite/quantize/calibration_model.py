@@ -58,6 +58,8 @@ class BlockModel:
         self.dtype: torch.dtype = self.model.dtype
         stack = _stack(self.model, str(source.path))
         self.blocks = tuple(f"{stack}.{i}" for i in range(len(self.model.get_submodule(stack))))
+        self._index = {block: i for i, block in enumerate(self.blocks)}
+        self._places: dict[str, Place | None] = {}
         self._translate = memory_names(self.model)
         self._files: dict[str, list[Matrix]] = {}
         for matrix in {m.source: m for m in matrices}.values():
@@ -68,11 +70,21 @@ class BlockModel:
 
     def _block_of(self, name: str) -> str:
         """The block that a tensor on disk belongs to, or ""."""
-        translated = self._translate(name)
-        return next((b for b in self.blocks if translated.startswith(f"{b}.")), "")
+        index = self._block_index(self._translate(name))
+        return "" if index is None else self.blocks[index]
+
+    def _block_index(self, name: str) -> int | None:
+        """Of the block that a name in memory belongs to."""
+        depth = self.blocks[0].count(".") + 1
+        return self._index.get(".".join(name.split(".")[:depth]))
 
     def place(self, matrix: Matrix) -> Place | None:
         """The module that works with a matrix; None where the model has none, as for extra prediction layers."""
+        if matrix.name not in self._places:
+            self._places[matrix.name] = self._place(matrix)
+        return self._places[matrix.name]
+
+    def _place(self, matrix: Matrix) -> Place | None:
         path = self._translate(matrix.name).removesuffix(".weight")
         if isinstance(self._modules.get(path), nn.Linear):
             return Place(module=path)
@@ -85,7 +97,7 @@ class BlockModel:
 
     def block_of(self, place: Place) -> int | None:
         """Index of the block that a module is in; None for what is outside of all blocks."""
-        return next((i for i, b in enumerate(self.blocks) if place.module.startswith(f"{b}.")), None)
+        return self._block_index(place.module)
 
     def module(self, path: str) -> nn.Module:
         """A module by its name in memory."""
@@ -107,7 +119,9 @@ class BlockModel:
         with _quiet():
             found, _ = convert_and_load_state_dict_in_model(self.model, tensors, config)
         prefix = f"{block}." if block else ""
-        wanted = {n for n in found.missing_keys if n.startswith(prefix) and (block or not self._inside(n))}
+        wanted = {
+            n for n in found.missing_keys if n.startswith(prefix) and (block or self._block_index(n) is None)
+        }
         wanted -= set(self.model.all_tied_weights_keys)
         bad = sorted(wanted | {m[0] for m in found.mismatched_keys})
         if bad or found.conversion_errors:
@@ -116,13 +130,11 @@ class BlockModel:
                 "another shape than its model; copy the checkpoint again"
             )
 
-    def _inside(self, name: str) -> bool:
-        return any(name.startswith(f"{b}.") for b in self.blocks)
-
     def drop(self, block: str) -> None:
         """Give a block's memory back."""
         for path, module in self._modules.items():
-            if path == block or path.startswith(f"{block}.") if block else not self._inside(f"{path}."):
+            index = self._block_index(path)
+            if index == self._index.get(block):
                 for name, parameter in list(module._parameters.items()):
                     if parameter is not None:
                         empty = torch.empty_like(parameter, device="meta")

@@ -406,9 +406,8 @@ def _memory(line: PlanLine, source: Source) -> int:
     n, k = line.matrix.shape if len(line.matrix.shape) == 2 else (numel, 1)
     low_rank = 4 * numel + 16 * (line.rank + 32) * (n + k) if line.rank else 0
     converted = 4 * numel if line.matrix.view.scale or line.matrix.view.transposed else 0
-    against = (
-        12 * k * k + 12 * numel if _calibrated(line) else 0
-    )  # H, its factor, a copy; weights, codes, errors
+    # H and four copies to factor it; weights, codes, errors.
+    against = 20 * k * k + 12 * numel if _calibrated(line) else 0
     return mapped + low_rank + converted + against + line.nbytes + 32 * 2**20
 
 
