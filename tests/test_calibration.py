@@ -30,9 +30,10 @@ from trilobite.errors import (
     TrilobiteError,
 )
 from trilobite.models.names import memory_names
-from trilobite.quantize import calibration_loop
+from trilobite.quantize import calibration_experts, calibration_loop
 from trilobite.quantize import compress as compress_module
 from trilobite.quantize.calibration import Calibration, draw_windows
+from trilobite.quantize.calibration_experts import Routed
 from trilobite.quantize.calibration_model import BlockModel, Watch, same_inputs
 from trilobite.quantize.calibration_store import HessianStore
 from trilobite.quantize.compress import Options, Result, compress
@@ -63,7 +64,7 @@ def add_tokenizer(path: Path, vocabulary: int = 256, *, begins: bool = False) ->
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_loop, "BATCH", 4 * CONTEXT)
-    monkeypatch.setattr(calibration_loop, "ROWS", 50)
+    monkeypatch.setattr(calibration_experts, "ROWS", 50)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def test_hessians_of_every_architecture(
     monkeypatch.setattr(
         "trilobite.quantize.hessian.ENOUGH", 1e-9
     )  # each expert's own, however few its tokens
-    monkeypatch.setattr(calibration_loop, "ENOUGH", 1e-9)
+    monkeypatch.setattr(calibration_experts, "ENOUGH", 1e-9)
     model = build_checkpoint(model_type, tmp_path / "source")
     add_tokenizer(tmp_path / "source")
     ground = calibration(text, propagate="original", save=tmp_path / "h")
@@ -289,7 +290,7 @@ def interrupted(
 def finished(mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration_loop, "BATCH", 4 * CONTEXT)
-        patch.setattr(calibration_loop, "ROWS", 50)
+        patch.setattr(calibration_experts, "ROWS", 50)
         dst = tmp_path_factory.mktemp("finished") / "packed"
         run(mixtral, dst, calibration(text))
         yield dst
@@ -474,11 +475,9 @@ def test_no_expert_saw_a_token(
     copy: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All indices mean none, as expert parallelism and finished sentences have it."""
-    from trilobite.quantize.calibration_loop import _Routed
-
-    real = _Routed.put
+    real = Routed.put
     monkeypatch.setattr(
-        _Routed, "put", lambda self, rows, states, index: real(self, rows, states, torch.full_like(index, 4))
+        Routed, "put", lambda self, first, states, index: real(self, first, states, torch.full_like(index, 4))
     )
     run(copy, tmp_path / "dst", calibration(text))
     rows = [t for t in read_report(tmp_path / "dst")["tensors"] if t["role"] == "expert"]

@@ -13,7 +13,8 @@ from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, RecipeError
 from trilobite.quantize.calibration import PROPAGATIONS, Calibration, Windows, draw_windows
-from trilobite.quantize.calibration_loop import Handle, Loop
+from trilobite.quantize.calibration_experts import Handle
+from trilobite.quantize.calibration_loop import Loop
 from trilobite.quantize.calibration_model import BlockModel, Place
 from trilobite.quantize.calibration_store import HessianStore
 from trilobite.quantize.plan import PlanLine, Progress

@@ -9,6 +9,7 @@ as many experts as fit the bound, each of which is handed out and forgotten befo
 taken from what entered the experts' module, and sent through its gate and up projections once more.
 """
 
+import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,27 +25,13 @@ from torch import Tensor
 
 from trilobite.errors import DestinationError
 from trilobite.quantize.calibration import Calibration
-from trilobite.quantize.calibration_model import (
-    BlockModel,
-    Place,
-    Watch,
-    check_experts,
-    intermediate,
-    same_inputs,
-)
-from trilobite.quantize.hessian import ENOUGH, check, share, shrink
+from trilobite.quantize.calibration_experts import Handle, Record, Routed, Sum, note
+from trilobite.quantize.calibration_model import BlockModel, Place, Watch, check_experts, same_inputs
+from trilobite.quantize.hessian import share, shrink
 from trilobite.quantize.plan import PlanLine, Progress
 
 BATCH = 4096
 """Tokens of one forward pass."""
-ROWS = 4096
-"""Tokens of an expert that are multiplied at a time."""
-AVERAGE = 8
-"""The layer's average is taken over about this many tokens per column, evenly spread over all that were routed."""
-
-Record = dict[str, Any]
-Handle = Callable[[Sequence[PlanLine], Tensor, Mapping[str, Any]], list[tuple[PlanLine, Record]]]
-"""(lines that share a Hessian [K, K] fp32, the Hessian, what to note) -> lines and their records. Called by threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +85,7 @@ class Loop:
                             model.put(place, self.quantized(line))
                     step.propagate(model.blocks[i])
                 model.drop(model.blocks[i])
+                _trim()
             if outside:
                 with self._around(None, outside):
                     step.collect_head(outside)
@@ -151,6 +139,10 @@ class Loop:
                     "free some space, or give more --memory, and run the same command again: it continues"
                 ) from e
 
+    def routed(self, width: int, dtype: torch.dtype) -> Tensor:
+        """Room for what enters a module of experts."""
+        return self.buffer((self.ids.numel(), width), dtype)
+
     def estimate(self) -> str:
         """What the run will hold, for the user to see before it starts."""
         config = self.model.model.config.get_text_config()
@@ -197,7 +189,7 @@ class _Step:
             else:
                 check_experts(self.loop.model.module(place.module), place.module)
                 experts.setdefault(place.module, {}).setdefault(place.expert, []).append(line)
-        routed = {path: _Routed(self.loop, path) for path in experts}
+        routed = {path: Routed(self.loop.model, path, self.loop.handle, self.loop.routed) for path in experts}
         with Watch(self.loop.model, list(linears), list(experts)) as watch:
             sums, leaders = self._watched(block, watch, routed, advance=advance)
         self._hand_out(self._linear_work(linears, sums, leaders), self.loop.jobs)
@@ -205,13 +197,13 @@ class _Step:
         for path, of_path in experts.items():
             routed[path].finish(of_path)
             work = (partial(routed[path].work, e, of_e) for e, of_e in sorted(of_path.items()))
-            self._hand_out(work, routed[path].parallel())
+            self._hand_out(work, routed[path].parallel(self.loop.jobs, self.loop.calibration.memory))
 
     def collect_head(self, lines: Sequence[PlanLine]) -> None:
         """Hand out the Hessian of what is outside of the blocks: the output head."""
         model = self.loop.model
         model.load("")
-        total = _Sum()
+        total = Sum()
         for rows in self.batches:
             hidden = self.hidden[rows].to(model.device)
             total.add(model.head_input(self.loop.ids[rows], hidden).flatten(0, -2))
@@ -220,10 +212,10 @@ class _Step:
         model.drop("")
 
     def _watched(
-        self, block: str, watch: Watch, routed: Mapping[str, "_Routed"], *, advance: bool
-    ) -> tuple[dict[str, "_Sum"], dict[str, str]]:
+        self, block: str, watch: Watch, routed: Mapping[str, "Routed"], *, advance: bool
+    ) -> tuple[dict[str, "Sum"], dict[str, str]]:
         """Run the block on all windows; returns the sums by first linear, and the first linear of each linear."""
-        sums: dict[str, _Sum] = {}
+        sums: dict[str, Sum] = {}
         leaders: dict[str, str] = {}
 
         def run(rows: slice) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
@@ -241,11 +233,11 @@ class _Step:
         for group in self._groups(first=1):
             found = list(self.pool.map(run, group))
             for name in found[0][0]:
-                sums.setdefault(name, _Sum())
+                sums.setdefault(name, Sum())
             list(self.pool.map(partial(_add_all, found), sums.items()))
             for rows, (_, seen) in zip(group, found, strict=True):
                 for path, (states, index) in seen.items():
-                    routed[path].put(rows, states, index)
+                    routed[path].put(rows.start * self.loop.ids.shape[1], states, index)
             self._moved(len(group))
         return sums, leaders
 
@@ -261,7 +253,7 @@ class _Step:
             at, size = at + size, self.loop.jobs
 
     def _linear_work(
-        self, linears: Mapping[str, list[PlanLine]], sums: Mapping[str, "_Sum"], leaders: Mapping[str, str]
+        self, linears: Mapping[str, list[PlanLine]], sums: Mapping[str, "Sum"], leaders: Mapping[str, str]
     ) -> Iterator[Callable[[], list[tuple[PlanLine, Record]]]]:
         """One piece of work for the lines that share an input. A linear that never ran counts as having seen nothing."""
         shared: dict[str, list[PlanLine]] = {}
@@ -273,7 +265,7 @@ class _Step:
             tokens = seen.tokens if seen else 0
             part = share(tokens, k)
             h = shrink(seen.mean() if seen else None, None, part, k)
-            yield partial(self.loop.handle, lines, h, _note(tokens, part))
+            yield partial(self.loop.handle, lines, h, note(tokens, part))
 
     def _hand_out(self, work: Iterable[Callable[[], list[tuple[PlanLine, Record]]]], jobs: int) -> None:
         """Do pieces of work, at most `jobs` at a time."""
@@ -293,126 +285,18 @@ class _Step:
             self.loop.progress("calibrate", self.passed, self.total)
 
 
-def _add_all(found: Sequence[tuple[Mapping[str, Tensor], Any]], item: tuple[str, "_Sum"]) -> None:
+def _add_all(found: Sequence[tuple[Mapping[str, Tensor], Any]], item: tuple[str, "Sum"]) -> None:
     """Add one linear's inputs of several batches, in their order."""
     name, total = item
     for inputs, _ in found:
         total.add(inputs[name])
 
 
-class _Sum:
-    """A running sum of x x^T over tokens, fp32."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.total: Tensor | None = None
-
-    @torch.no_grad()
-    def add(self, x: Tensor) -> None:
-        """x: [T, K] any float dtype."""
-        x = x.float()
-        if self.total is None:
-            self.total = torch.zeros((x.shape[1], x.shape[1]), device=x.device)
-        self.total.addmm_(x.T, x)
-        self.tokens += len(x)
-
-    def mean(self) -> Tensor:
-        """[K, K] fp32. Raises CalibrationError when it is not finite."""
-        assert self.total is not None
-        check(self.total)
-        return self.total / max(1, self.tokens)
-
-
-class _Routed:
-    """What entered one module of stacked experts, and which expert every token went to."""
-
-    def __init__(self, loop: Loop, path: str) -> None:
-        self.loop, self.path = loop, path
-        self.experts: Any = loop.model.module(path)
-        self.index: list[Tensor] = []
-        self.states: Tensor | None = None
-        self.average: dict[str, Tensor | None] = {"in": None, "mid": None}
-
-    def put(self, rows: slice, states: Tensor, index: Tensor) -> None:
-        """Keep a batch. states: [T, H]    index: [T, A]; batches come in order."""
-        length = self.loop.ids.shape[1]
-        if self.states is None:
-            self.states = self.loop.buffer((self.loop.ids.numel(), states.shape[1]), states.dtype)
-        self.states[rows.start * length : rows.stop * length] = states.to(self.states.device)
-        self.index.append(index.to("cpu", torch.int32))
-
-    def finish(self, wanted: Mapping[int, Sequence[PlanLine]]) -> None:
-        """All batches are there: sort tokens by expert; the layer's average, if any expert wanted saw too few."""
-        index = torch.cat(self.index)
-        tokens, slots = index.shape
-        order = index.flatten().argsort(stable=True)
-        counts = torch.bincount(index.flatten(), minlength=self.count)[: self.count]
-        ends = counts.cumsum(0).tolist()
-        at = torch.arange(tokens).repeat_interleave(slots)[order]
-        self.rows = [at[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
-        lines = [(len(self.rows[e]), line) for e, of_e in wanted.items() for line in of_e]
-        scarce = {_side(line): line.matrix.shape[1] for n, line in lines if n < ENOUGH * line.matrix.shape[1]}
-        if scarce and ends[-1]:
-            self._average(scarce, ends[-1])
-
-    @property
-    def count(self) -> int:
-        """Experts of the layer. Higher indices mean none."""
-        return len(self.experts.down_proj)
-
-    def _average(self, sides: Mapping[str, int], total: int) -> None:
-        """E[x x^T] over evenly spread pairs of token and expert: every expert counts as much as it is used."""
-        sums = {side: _Sum() for side in sides}
-        stride = max(1, total // (AVERAGE * max(sides.values())))
-        before = 0
-        for expert, rows in enumerate(self.rows):
-            picked = rows[-before % stride :: stride]
-            before += len(rows)
-            for part in torch.split(picked, ROWS) if len(picked) else ():
-                self._add(sums, expert, part)
-        self.average |= {side: s.mean() for side, s in sums.items() if s.tokens}
-
-    @torch.no_grad()
-    def _add(self, sums: Mapping[str, _Sum], expert: int, rows: Tensor) -> None:
-        assert self.states is not None
-        x = self.states[rows].to(self.loop.model.device)
-        if "in" in sums:
-            sums["in"].add(x)
-        if "mid" in sums:
-            sums["mid"].add(intermediate(self.experts, expert, x))
-
-    def parallel(self) -> int:
-        """Experts in work at a time: their Hessians, each with the four copies of factoring it, fit half the bound."""
-        each = 5 * 4 * int(max(self.experts.down_proj.shape[1:])) ** 2
-        return max(1, min(self.loop.jobs, self.loop.calibration.memory // 2 // each))
-
-    def work(self, expert: int, lines: Sequence[PlanLine]) -> list[tuple[PlanLine, Record]]:
-        """Sum up the Hessians of one expert and hand them out, the inputs' first."""
-        found: list[tuple[PlanLine, Record]] = []
-        rows = self.rows[expert]
-        for side in ("in", "mid"):
-            of_side = [line for line in lines if _side(line) == side]
-            if not of_side:
-                continue
-            sums = {side: _Sum()}
-            for part in torch.split(rows, ROWS) if len(rows) else ():
-                self._add(sums, expert, part)
-            k = of_side[0].matrix.shape[1]
-            part_own = share(len(rows), k)
-            own = sums[side].mean() if len(rows) else None
-            h = shrink(own, self.average[side], part_own, k)
-            del own, sums
-            found += self.loop.handle(of_side, h, _note(len(rows), part_own))
-        return found
-
-
-def _side(line: PlanLine) -> str:
-    """Whether an expert's matrix sees the layer's input or what its gate and up made of it."""
-    return "mid" if line.matrix.projection == "down" else "in"
-
-
-def _note(tokens: int, part: float) -> Record:
-    return {"tokens": tokens} | ({"own": float(f"{part:.4g}")} if part < 1 else {})
+def _trim() -> None:
+    """Give freed memory back to the system: glibc keeps the pieces that threads freed, and they add up."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 @contextmanager

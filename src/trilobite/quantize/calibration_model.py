@@ -54,7 +54,7 @@ class BlockModel:
         """Build the model on meta. Raises ArchitectureError when it is not a stack of decoder blocks."""
         register()
         self.source, self.device = source, device
-        self.model = _skeleton(source)
+        self.model = _skeleton(source, device)
         self.dtype: torch.dtype = self.model.dtype
         stack = _stack(self.model, str(source.path))
         self.blocks = tuple(f"{stack}.{i}" for i in range(len(self.model.get_submodule(stack))))
@@ -377,7 +377,7 @@ def same_inputs(inputs: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-def _skeleton(source: Source) -> PreTrainedModel:
+def _skeleton(source: Source, device: torch.device) -> PreTrainedModel:
     """The model on meta, with real values in the buffers that no checkpoint holds (rotary frequencies)."""
     try:
         config = AutoConfig.from_pretrained(source.path)
@@ -397,16 +397,17 @@ def _skeleton(source: Source) -> PreTrainedModel:
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else _body_dtype(source)
     with _quiet(), torch.device("meta"):
         model: PreTrainedModel = kind._from_config(config, dtype=dtype)
-    for path, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            buffer = module._buffers[name]
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
-        del path
+    owners = [(m, name) for m in model.modules() for name in m._non_persistent_buffers_set]
+    for module, name in owners:
+        if (buffer := module._buffers[name]) is not None:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
     for module in model.modules():
         if hasattr(module, "_is_hf_initialized"):
             del module._is_hf_initialized
     model.initialize_weights()
+    for module, name in owners:
+        if (buffer := module._buffers[name]) is not None:
+            module._buffers[name] = buffer.to(device)
     return model.eval()
 
 
