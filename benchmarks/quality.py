@@ -20,6 +20,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ from trilobite.errors import DestinationError
 from trilobite.evaluate.frequency import expert_frequency, load_frequency, save_frequency
 from trilobite.evaluate.perplexity import REFERENCE, Score, score, tokenize_file, windows
 from trilobite.formats.weight import PackedWeight, dequantize
+from trilobite.quantize.calibration import Calibration
 from trilobite.quantize.compress import Options, compress
 from trilobite.quantize.plan import Plan
-from trilobite.recipe import PRESETS, Format, Recipe
+from trilobite.recipe import PRESETS, Format, Recipe, needs_calibration
 from trilobite.runtime.load import load, load_tokenizer, map_tensors
 from trilobite.runtime.swap import group_parts
 
@@ -46,6 +48,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 TEXT = SHARED / "data/eval/wikitext-2/wiki.test.detok.txt"
 FREQUENCY_TEXT = SHARED / "data/train/wikipedia.txt"
 FREQUENCY_TOKENS = 65_536
+CALIBRATION_TEXT = FREQUENCY_TEXT
 WORK = Path(tempfile.gettempdir()) / "trilobite-bench"
 AGREEMENT = 1e-6
 """Largest KL divergence between the operators and the decoded model: float32 rounding, nothing else."""
@@ -86,6 +89,10 @@ def recipes() -> dict[str, Recipe]:
     found |= {name: PRESETS[name] for name in ("milo-s1-paper", "milo-s2-paper")}
     found["mixed-4-3"], found["mixed-4-2"] = PRESETS["mixed-4-3"], PRESETS["mixed-4-2"]
     found["int8"], found["int4"] = PRESETS["int8"], PRESETS["int4"]
+    for bits in (2, 3, 4):
+        found[f"gptq{bits}"] = PRESETS[f"gptq{bits}"]
+        found[f"gptq{bits} (order)"] = with_method(PRESETS[f"gptq{bits}"], "gptq-order")
+        found[f"milo-s1 (gptq) int{bits}"] = with_method(with_bits(PRESETS["milo-s1"], bits), "gptq")
     found[HEAD16] = without_head(PRESETS["search3"])
     return {name: replace(r, name=slug(name)) for name, r in found.items()}
 
@@ -130,11 +137,21 @@ def pack(
     clock = folder.with_name(f"{folder.name}.seconds")
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
+    calibration = Calibration(text=CALIBRATION_TEXT) if needs_calibration(recipe) else None
+    run = partial(
+        compress,
+        str(model),
+        folder,
+        recipe,
+        frequency=frequency,
+        calibration=calibration,
+        options=Options(device="cpu"),
+    )
     try:
-        result = compress(str(model), folder, recipe, frequency=frequency, options=Options(device="cpu"))
+        result = run()
     except DestinationError:  # of an older version, or another recipe of this name: the folder is ours
         shutil.rmtree(folder)
-        result = compress(str(model), folder, recipe, frequency=frequency, options=Options(device="cpu"))
+        result = run()
     if result.fresh:
         clock.write_text(f"{result.seconds:.3f}\n")
     lines = [line for line in result.plan.lines if line.format is not None and line.format.bits < 8]
@@ -318,6 +335,9 @@ def checks(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
         ("INT3", ("16 bit", "milo-s2 (search)", "milo-s1 (search)", "search3", "hqq3", "rtn3")),
         ("INT3, HQQ inside", ("milo-s2 (hqq)", "milo-s1 (hqq)", "hqq3")),
         ("INT2", ("milo-s2 (search) int2", "milo-s1 (search) int2", "search2", "hqq2", "rtn2")),
+        ("INT2, calibrated", ("gptq2", "search2", "rtn2")),
+        ("INT3, calibrated", ("milo-s1 (gptq) int3", "gptq3", "search3", "rtn3")),
+        ("INT4, calibrated", ("gptq4", "int4")),
         ("8, 4 and 3 bit", ("int8", "int4", "mixed-4-3", "search3")),
     )
     found = []

@@ -34,11 +34,11 @@ from trilobite.quantize import calibration_experts, calibration_loop
 from trilobite.quantize import compress as compress_module
 from trilobite.quantize.calibration import Calibration, draw_windows
 from trilobite.quantize.calibration_experts import Routed
-from trilobite.quantize.calibration_model import BlockModel, Watch, same_inputs
+from trilobite.quantize.calibration_model import BlockModel, Watch, expert_matrix, same_inputs
 from trilobite.quantize.calibration_store import HessianStore
 from trilobite.quantize.compress import Options, Result, compress
 from trilobite.quantize.report import scarce
-from trilobite.recipe import HEAD_RULE, PRESETS, Recipe, Role, load_recipe, needs_calibration
+from trilobite.recipe import BODY_ROLES, HEAD_RULE, PRESETS, Recipe, Role, load_recipe, needs_calibration
 
 DECODERS = [name for name in TINY_CONFIGS if name not in SEQ2SEQ]
 SERIAL = Options(jobs=1, device="cpu")
@@ -264,6 +264,72 @@ def test_projections_of_one_input_share_a_hessian(mixtral: Path) -> None:
         }
     model.drop(model.blocks[0])
     assert all(p.is_meta for p in model.module(model.blocks[0]).parameters())
+
+
+def to_fp8(path: Path) -> None:
+    """Every matrix of the blocks in fp8 with a scale for 32 x 32 weights."""
+    tensors = load_file(path / "model.safetensors")
+    for name in [n for n, t in tensors.items() if t.ndim == 2 and "layers" in n and ".gate.weight" not in n]:
+        w = tensors[name]
+        n, k = (-(-s // 32) for s in w.shape)
+        tensors[f"{name}_scale_inv"] = torch.rand(n, k) + 0.5
+        tensors[name] = w.to(torch.float8_e4m3fn)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    change_config(path, {"quant_method": "fp8", "weight_block_size": [32, 32]})
+
+
+def to_mxfp4(path: Path) -> None:
+    """gpt-oss as it is published: experts in MXFP4, rows of [N, K]."""
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, k, n = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, n, k // 32, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.randint(
+            119, 123, (experts, n, k // 32), generator=generator, dtype=torch.uint8
+        )
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    change_config(path, {"quant_method": "mxfp4"})
+
+
+def change_config(path: Path, quantization: Mapping[str, Any]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": dict(quantization)}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "spoil"),
+    [*((name, None) for name in DECODERS), ("qwen3_moe", to_fp8), ("mixtral", to_fp8), ("gpt_oss", to_mxfp4)],
+)
+def test_blocks_have_the_checkpoints_weights(model_type: str, spoil: Any, tmp_path: Path) -> None:
+    """Stacked, transposed, interleaved, quantized: what the model computes with is what `read_matrix` reads."""
+    build_checkpoint(model_type, tmp_path, dtype=torch.bfloat16)
+    if spoil:
+        spoil(tmp_path)
+    source = open_source(str(tmp_path))
+    matrices = identify(source)
+    model = BlockModel(source, matrices, torch.device("cpu"))
+    compared = 0
+    for i, block in enumerate(model.blocks):
+        model.load(block)
+        for m in matrices:
+            place = model.place(m) if m.quantizable else None
+            if place is None or model.block_of(place) != i:
+                continue
+            module = model.module(place.module)
+            w = module.weight if place.expert is None else expert_matrix(module, place)
+            assert torch.equal(w.float(), read_matrix(source, m).float()), m.name
+            model.put(place, w.detach().float() + 1)
+            again = module.weight if place.expert is None else expert_matrix(module, place)
+            assert torch.equal(
+                again.detach().float(), (read_matrix(source, m).float() + 1).bfloat16().float()
+            )
+            compared += 1
+        model.drop(block)
+    assert compared == sum(m.quantizable and m.role in BODY_ROLES for m in matrices) + sum(
+        m.role is Role.ROUTER and model.place(m) is not None for m in matrices
+    )
 
 
 # Interrupted runs

@@ -131,7 +131,7 @@ def compress(
 def _print_result(dst: Path, result: "Result", json: bool) -> None:
     from trilobite.checkpoint.packed import read_report
     from trilobite.checkpoint.summary import bytes_on_disk
-    from trilobite.quantize.report import report, slowest
+    from trilobite.quantize.report import report, scarce, slowest
 
     made = report(read_report(dst)["tensors"], bytes_on_disk=bytes_on_disk(dst))
     slow = slowest(result.records)
@@ -141,6 +141,10 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
             "recipe": result.plan.recipe.name,
             "rank": result.plan.rank,
         }
+        if few := scarce(read_report(dst)["tensors"]):
+            extra["few_tokens"] = [
+                dict(zip(("module", "matrices", "tokens", "own"), r, strict=True)) for r in few
+            ]
         extra |= {"seconds": round(result.seconds, 3), "fresh": result.fresh, "slowest": dict(slow)}
         print_json(made.to_dict() | extra)
         return

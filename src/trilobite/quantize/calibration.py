@@ -130,11 +130,14 @@ def _cut(part: str, length: int, encode: Any, chance: random.Random) -> list[int
     space = part.find(" ", at)
     at = space + 1 if 0 <= space < room else at
     size = CHARACTERS * length
-    ids: list[int] = []
-    while len(ids) < length and (size < 2 * len(part)):
-        ids = encode(part[max(0, min(at, len(part) - size)) :][:size])
+    while True:
+        first = max(0, min(at, len(part) - size))
+        ids: list[int] = encode(part[first : first + size])
+        if len(ids) >= length:
+            return ids[:length]
+        if size >= len(part):
+            return []
         size *= 2
-    return ids[:length] if len(ids) >= length else []
 
 
 def _tokenizer(source: Source) -> Any:
