@@ -24,6 +24,7 @@ from trilobite.errors import CalibrationError, DestinationError, RecipeError, We
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import cpu_quantize
 from trilobite.quantize.calibration import Calibration
+from trilobite.quantize.gptq import METHODS as GPTQ_METHODS
 from trilobite.quantize.gptq import gptq
 from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
@@ -377,7 +378,7 @@ def quantize_line(
         iterations=recipe.iterations,
         seed=int.from_bytes(hashlib.sha256(line.matrix.name.encode()).digest()[:4], "little"),
     )
-    if line.method in CALIBRATED_METHODS:
+    if line.method in GPTQ_METHODS:
         assert hessian is not None, f"{line.matrix.name}: {line.method} without a Hessian"
         against = gptq(w, line.format, line.method, hessian, compensation if line.rank else None)
         return against.weight, {

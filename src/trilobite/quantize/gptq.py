@@ -28,6 +28,7 @@ from trilobite.quantize.search import search
 from trilobite.recipe import Format
 
 ORDERED = "gptq-order"
+METHODS = ("gptq", ORDERED)
 LAZY = 128
 """Columns whose errors are fed back at once to all columns behind them."""
 BAND = 1 << 25
