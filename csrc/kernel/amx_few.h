@@ -2,15 +2,16 @@
 // `Digits`; B the codes of 16 rows x the same columns, as `decode` leaves them; C int32, digits of tokens x 16 rows. So
 // all digits of all tokens cost one instruction, and what remains for the vector unit is to decode and to scale.
 //
-// Every segment is decoded two steps before it is multiplied, since a tile's load waits for stores under way, and
-// multiplied one step before its products are scaled. NB bands at a time are as many independent chains.
+// Every segment is decoded a step before it is multiplied, since a tile's load waits for stores under way, and
+// multiplied a step before its products are scaled. NB bands at a time are as many streams and independent chains.
 
 constexpr int TILE_ROWS = 16;  // digits x tokens of one tile
-constexpr int AHEAD = 3, SLOTS = 4;
+constexpr int STREAMS = 4;
+constexpr int AHEAD = 2, SLOTS = 3;
 
 struct alignas(64) Ring {
-  uint8_t codes[2][SLOTS][64 * ROWS];
-  uint8_t products[2][2][TILE_ROWS * ROWS * 4];
+  uint8_t codes[STREAMS][SLOTS][64 * ROWS];
+  uint8_t products[STREAMS][2][TILE_ROWS * ROWS * 4];
 };
 
 template <int BITS>
@@ -30,17 +31,20 @@ static inline void decode_segment(const uint8_t *codes, int seg, int64_t ahead, 
   _tile_dpbsud(C, A, B);                            \
   _tile_stored(C, PRODUCTS, 64)
 
-// Even and odd segments use different tiles, so that they overlap.
+// Even and odd segments use different tiles of activations, so that they overlap.
+#define TRILOBITE_SEGMENT(A, P)                                                                      \
+  _tile_loadd(A, q, seg);                                                                            \
+  TRILOBITE_PRODUCT(0, A, 6, r->codes[0][slot], r->products[0][P]);                                  \
+  if (NB > 1) { TRILOBITE_PRODUCT(1, A, 7, r->codes[1][slot], r->products[1][P]); }                  \
+  if (NB > 2) { TRILOBITE_PRODUCT(2, A, 6, r->codes[2][slot], r->products[2][P]); }                  \
+  if (NB > 3) { TRILOBITE_PRODUCT(3, A, 7, r->codes[3][slot], r->products[3][P]); }
+
 template <int NB> static inline void multiply_segment(Ring *r, int64_t s, const int8_t *q, int seg) {
   const int slot = (int)(s % SLOTS);
   if (s & 1) {
-    _tile_loadd(5, q, seg);
-    TRILOBITE_PRODUCT(1, 5, 7, r->codes[0][slot], r->products[0][1]);
-    if (NB > 1) { TRILOBITE_PRODUCT(3, 5, 7, r->codes[1][slot], r->products[1][1]); }
+    TRILOBITE_SEGMENT(5, 1);
   } else {
-    _tile_loadd(4, q, seg);
-    TRILOBITE_PRODUCT(0, 4, 6, r->codes[0][slot], r->products[0][0]);
-    if (NB > 1) { TRILOBITE_PRODUCT(2, 4, 6, r->codes[1][slot], r->products[1][0]); }
+    TRILOBITE_SEGMENT(4, 0);
   }
 }
 
@@ -98,7 +102,7 @@ static void bands_digits(const Matrix &m, int64_t band, const Digits &x, Ring *r
 
 template <int BITS, int D, int N>
 static void all_bands(const Matrix &m, int64_t band, int bands, const Digits &x, Ring *r, float *out, int64_t ld) {
-  constexpr int NB = N <= 5 ? 2 : 1;
+  constexpr int NB = N <= 5 ? STREAMS : 1;
   int b = 0;
   for (; b + NB <= bands; b += NB) bands_digits<BITS, D, N, NB>(m, band + b, x, r, out + b * ROWS, ld);
   for (; b < bands; b++) bands_digits<BITS, D, N, 1>(m, band + b, x, r, out + b * ROWS, ld);
@@ -112,7 +116,7 @@ static void rows_digits(const Matrix &m, int64_t band, int bands, const Digits &
       case 4: return all_bands<BITS, 3, 4>(m, band, bands, x, r, out, ld);
       default: return all_bands<BITS, 3, 5>(m, band, bands, x, r, out, ld);
     }
-  if (x.count == 4) return all_bands<BITS, 1, 4>(m, band, bands, x, r, out, ld);
+  if (x.count <= 4) return all_bands<BITS, 1, 4>(m, band, bands, x, r, out, ld);
   if (x.count <= 8) return all_bands<BITS, 1, 8>(m, band, bands, x, r, out, ld);
   return all_bands<BITS, 1, 16>(m, band, bands, x, r, out, ld);
 }
@@ -120,7 +124,7 @@ static void rows_digits(const Matrix &m, int64_t band, int bands, const Digits &
 // Whether the tokens' digits fit one tile, and are enough for it to be faster than `rows_few`: measured.
 static inline bool fit_tile(const Digits &x) {
   const int lines = x.digits * x.count;
-  return x.parts == 0 && lines > 3 && lines <= TILE_ROWS;
+  return x.parts == 0 && x.count > (x.digits == TRILOBITE_EXACT ? 1 : 2) && lines <= TILE_ROWS;
 }
 
 static void rows_amx_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, Ring *r) {
