@@ -31,6 +31,8 @@ struct TileConfig {
       bytes[i] = (uint16_t)(i == 4 || i == 5 ? 4 * depth : 64);
     }
   }
+  // GCC's _tile_loadconfig says that it reads eight bytes, so the rest may never be written.
+  void load() const { __asm__ volatile("ldtilecfg %0" : : "m"(*this)); }
 };
 
 #include "amx_few.h"
@@ -190,7 +192,7 @@ static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, 
     const int to = from + BLOCKS < x.blocks() ? from + BLOCKS : x.blocks();
     const int n = to - from > 1 || x.rows(from) > 8 ? 16 : x.rows(from) > 4 ? 8 : 4;
     alignas(64) const TileConfig config(n, bf16 ? 16 : x.seg / 4);
-    _tile_loadconfig(&config);
+    config.load();
     for (int64_t column = 0; column < m.k; column += PANEL) {
       const int columns = m.k - column < PANEL ? (int)(m.k - column) : PANEL;
       for (int b = 0; b < bands; b++) {
@@ -201,4 +203,32 @@ static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, 
     }
   }
   _tile_release();
+}
+
+// The rate of the tiles, for probes: bfloat16 in exact mode, bytes in int8 mode.
+static int64_t spin_tiles(int64_t rounds, int digits) {
+  alignas(64) const TileConfig config(TILE_ROWS, 16);
+  config.load();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(6);
+  const int64_t turns = rounds / 64;  // a tile's product is worth many vector products
+  for (int64_t r = 0; r < turns; r++) {
+    if (digits == TRILOBITE_EXACT) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_dpbf16ps(3, 4, 6);
+    } else {
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 4, 6);
+      _tile_dpbsud(2, 4, 6);
+      _tile_dpbsud(3, 4, 6);
+    }
+  }
+  _tile_release();
+  return turns * 4 * TILE_ROWS * ROWS * (digits == TRILOBITE_EXACT ? 32 : 64);
 }

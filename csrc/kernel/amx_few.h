@@ -129,7 +129,7 @@ static inline bool fit_tile(const Digits &x) {
 
 static void rows_amx_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, Ring *r) {
   alignas(64) const TileConfig config(x.digits * x.count, x.seg / 4);
-  _tile_loadconfig(&config);
+  config.load();
   switch (m.bits) {
     case 2: rows_digits<2>(m, band, bands, x, r, out, ld); break;
     case 3: rows_digits<3>(m, band, bands, x, r, out, ld); break;

@@ -18,7 +18,7 @@ static uint64_t read_bytes(const uint8_t *p, int64_t bytes) {
   return out[0] + (uint64_t)out[63];
 }
 
-static int64_t spin_dots(int64_t rounds) {
+[[maybe_unused]] static int64_t spin_dots(int64_t rounds, int digits) {
   constexpr int CHAINS = 8;  // more than the latency of a product times its rate
   uint8_t ones[64];
   memset(ones, 1, sizeof ones);
@@ -38,5 +38,5 @@ static int64_t spin_dots(int64_t rounds) {
   UNROLL
   for (int i = 1; i < CHAINS; i++) f = Isa::fma(Isa::set1(1), Isa::to_float(a[i]), f);
   Isa::store(out, f);
-  return rounds / CHAINS * CHAINS * 64 + (out[0] == 0.5f);
+  return rounds / CHAINS * CHAINS * 64 / digits + (out[0] == 0.5f);
 }
