@@ -1,6 +1,6 @@
 """How close does the CPU engine come to what this machine can do?
 
-    python benchmarks/cpu.py [--quick] [--only experts,tokens,model,overhead,int8] [--markdown docs/performance.md]
+    python benchmarks/cpu.py [--quick] [--only experts,tokens,model,step,overhead,int8] [--markdown docs/performance.md]
 
 Every figure stands beside the limit measured in the same moment: the rate at which the same threads read the same
 memory, before and after each run of a kernel. The sets of weights exceed what a core's caches hold (Mixtral's layer:
@@ -10,10 +10,11 @@ memory, before and after each run of a kernel. The sets of weights exceed what a
 import argparse
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,9 @@ def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
 
 
 def experts_of_many_tokens(quick: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Issue table 2: throughput by number of tokens, random routing."""
+    """Issue table 2: throughput by number of tokens, random routing, beside what the arithmetic units reach alone."""
     rows, data = [], []
+    peaks = {mode: cpu.measure_peak(mode) for mode in ("exact", "int8")}
     for layer in (MIXTRAL, DEEPSEEK):
         slab, table_, per_expert = make_layer(layer, Format(bits=3, group=64))
         for tokens in (1, 8, 32, 512) if quick else TOKENS:
@@ -172,12 +174,16 @@ def experts_of_many_tokens(quick: bool) -> tuple[str, list[dict[str, Any]]]:
             for mode in ("exact", "int8"):
                 with cpu.activations(mode):
                     r = measure(layer, slab, table_, per_expert, tokens, 3 if tokens > 64 else 7)
-                cells += [f"{r.milliseconds:.1f}", f"{r.gmacs:.0f}"]
-                data.append({"case": layer.name, "tokens": tokens, "mode": mode, **vars(r)})
+                cells += [f"{r.milliseconds:.1f}", f"{r.gmacs:.0f}", f"{r.gmacs / peaks[mode]:.1%}"]
+                data.append(
+                    {"case": layer.name, "tokens": tokens, "mode": mode, "peak": peaks[mode], **vars(r)}
+                )
             rows.append((*cells, f"{r.probe:.1f}"))
             print("  ".join(rows[-1]), flush=True)
-    header = ("INT3 g64", "tokens", "exact ms", "exact GMAC/s", "int8 ms", "int8 GMAC/s", "probe GB/s")
-    return table(header, rows), data
+    each = ("ms", "GMAC/s", "of peak")
+    names = [f"{mode} {what}" for mode in peaks for what in each]
+    peak = f"peak: exact {peaks['exact']:.0f} GMAC/s, int8 {peaks['int8']:.0f}"
+    return f"{table(('INT3 g64', 'tokens', *names, 'probe GB/s'), rows)}\n\n{peak}", data
 
 
 def _clock(call: Callable[[], object], repeats: int) -> float:
@@ -261,36 +267,103 @@ def _make_checkpoint(config: Any, folder: Path) -> None:
 
 def whole_models(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """Issue table 3: `generate` on models with true layers, INT3 body, INT8 head; and loading them."""
-    from trilobite.quantize.compress import compress
-    from trilobite.recipe import load_recipe
-    from trilobite.runtime.load import load
 
     rows, data = [], []
+    for title, packed in _packed_models():
+        _load(packed)
+        start = time.perf_counter()
+        model = _load(packed)
+        seconds = time.perf_counter() - start
+        size = sum(f.stat().st_size for f in packed.glob("*.safetensors"))
+        for mode in ("exact", "int8"):
+            with cpu.activations(mode):
+                for batch in (1, 8) if quick else (1, 8, 32):
+                    rate, probe = _generate(model, batch, 8 if quick else 24)
+                    bound = batch * probe * 1e9 / step_bytes(model, batch)
+                    cells = (f"{rate:.1f}", f"{bound:.1f}", f"{rate / bound:.0%}", f"{probe:.1f}")
+                    rows.append((title, mode, str(batch), *cells))
+                    case = {"case": title, "mode": mode, "batch": batch}
+                    data.append({**case, "tokens/s": rate, "bound": bound, "probe": probe})
+                    print("  ".join(rows[-1]), flush=True)
+        data.append({"case": title, "load seconds": seconds, "bytes": size})
+        print(f"{title}: {size / 1e9:.2f} GB load in {seconds:.2f} s", flush=True)
+    header = ("model", "activations", "batch", "tokens/s", "bound", "share", "probe GB/s")
+    return table(header, rows), data
+
+
+def _packed_models() -> Iterator[tuple[str, Path]]:
+    """Name and folder of each whole model; the folder is gone when the next one is asked for."""
+    from trilobite.quantize.compress import compress
+    from trilobite.recipe import load_recipe
+
     for name in ("mixtral", "deepseek"):
         config, title = _tiny_config(name)
         with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
             source, packed = Path(folder, "source"), Path(folder, "packed")
             _make_checkpoint(config, source)
             compress(str(source), packed, load_recipe("rtn3"))
-            load(str(packed))
+            shutil.rmtree(source)
+            # What was just written lies in the page cache in pieces; read from disk, as users have it, it lies better.
+            for file in packed.iterdir():
+                with file.open() as opened:
+                    os.fsync(opened.fileno())
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            yield title, packed
+
+
+def _load(packed: Path) -> Any:
+    from trilobite.runtime.load import load
+
+    return load(str(packed))
+
+
+def steps(quick: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Where the time of one token goes: milliseconds by kind of module, batch 1, exact mode."""
+    rows, data = [], []
+    for title, packed in _packed_models():
+        model = _load(packed)
+        spent = _clocked(model)
+        cache = model(torch.randint(0, 32000, (1, 16)), use_cache=True).past_key_values
+        times: list[dict[str, float]] = []
+        for _ in range(30 if quick else 100):
+            spent.clear()
             start = time.perf_counter()
-            model = load(str(packed))
-            seconds = time.perf_counter() - start
-            size = sum(f.stat().st_size for f in packed.glob("*.safetensors"))
-            for mode in ("exact", "int8"):
-                with cpu.activations(mode):
-                    for batch in (1, 8) if quick else (1, 8, 32):
-                        rate, probe = _generate(model, batch, 8 if quick else 24)
-                        bound = batch * probe * 1e9 / step_bytes(model, batch)
-                        cells = (f"{rate:.1f}", f"{bound:.1f}", f"{rate / bound:.0%}", f"{probe:.1f}")
-                        rows.append((title, mode, str(batch), *cells))
-                        case = {"case": title, "mode": mode, "batch": batch}
-                        data.append({**case, "tokens/s": rate, "bound": bound, "probe": probe})
-                        print("  ".join(rows[-1]), flush=True)
-            data.append({"case": title, "load seconds": seconds, "bytes": size})
-            print(f"{title}: {size / 1e9:.2f} GB load in {seconds:.2f} s", flush=True)
-    header = ("model", "activations", "batch", "tokens/s", "bound", "share", "probe GB/s")
-    return table(header, rows), data
+            with torch.inference_mode():
+                model(torch.randint(0, 32000, (1, 1)), past_key_values=cache, use_cache=True)
+            whole = time.perf_counter() - start
+            times.append({"token": whole, **spent, "rest": whole - sum(spent.values())})
+        medians = {kind: 1e3 * statistics.median(t[kind] for t in times) for kind in times[-1]}
+        for kind, ms in medians.items():
+            rows.append((title, kind, f"{ms:.2f}", f"{ms / medians['token']:.0%}"))
+        data.append({"case": title, **medians})
+        print(title, medians, flush=True)
+    return table(("model", "part", "ms", "share"), rows), data
+
+
+def _clocked(model: Any) -> dict[str, float]:
+    """Let every module of a kind below add its time to a sum; returns the sums."""
+    from trilobite.runtime.experts import PackedExperts
+    from trilobite.runtime.linear import PackedLinear
+
+    spent: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedExperts):
+            kind = "routed experts"
+        elif isinstance(module, PackedLinear):
+            kind = "head" if "head" in name else "attention matrices" if "attn" in name else "shared experts"
+        elif type(module).__name__.endswith("RMSNorm"):
+            kind = "norms"
+        else:
+            continue
+
+        def clocked(*args: Any, call: Any = module.forward, kind: str = kind, **named: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args, **named)
+            spent[kind] = spent.get(kind, 0.0) + time.perf_counter() - start
+            return result
+
+        module.forward = clocked
+    return spent
 
 
 def step_bytes(model: Any, batch: int) -> float:
@@ -362,6 +435,7 @@ PARTS = {
     "experts": experts_of_one_token,
     "tokens": experts_of_many_tokens,
     "model": whole_models,
+    "step": steps,
     "overhead": overhead,
 }
 
@@ -378,7 +452,8 @@ def main() -> None:
         f"{facts['tier']}, {facts['threads']} threads; read {cpu.measure_read_bandwidth(memory):.1f} GB/s (1 GiB)"
     )
     del memory
-    print(f"integer dot product {cpu.measure_peak():.0f} GMAC/s without tiles", flush=True)
+    for mode in ("exact", "int8"):
+        print(f"peak of the arithmetic in {mode} mode {cpu.measure_peak(mode):.0f} GMAC/s", flush=True)
     results: dict[str, Any] = {"info": facts}
     for name in options.only.split(","):
         text, results[name] = PARTS[name](options.quick)

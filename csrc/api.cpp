@@ -72,4 +72,6 @@ int64_t trilobite_max_threads(void) { return max_threads(); }
 double trilobite_read_seconds(const void *data, int64_t bytes, int64_t threads) {
   return read_seconds(data, bytes, threads_of(threads));
 }
-double trilobite_peak_macs(int64_t threads) { return peak_macs(threads_of(threads)); }
+double trilobite_peak_macs(int64_t digits, int64_t threads) {
+  return known_digits(digits) ? peak_macs((int)digits, threads_of(threads)) : 0;
+}

@@ -82,10 +82,10 @@ struct Tier {
   void (*activate)(int activation, float *gate, const float *up, int64_t count);
   // fp32 -> dtype.
   void (*store)(const float *x, int64_t count, void *y, int dtype);
-  // For probes: read bytes with wide loads and prefetch; do `rounds` independent integer dot products, and say how many
-  // multiply-accumulates that were.
+  // For probes: read bytes with wide loads and prefetch; do `rounds` independent products of the kind that a mode uses
+  // for many tokens, and say how many multiply-accumulates of codes and activations that were.
   uint64_t (*read)(const uint8_t *p, int64_t bytes);
-  int64_t (*spin)(int64_t rounds);
+  int64_t (*spin)(int64_t rounds, int digits);
   // One tile: find the lines, round, pack (quantize.h).
   void (*quantize_tile)(const struct QuantizeTile &t);
 };

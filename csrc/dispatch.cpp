@@ -44,7 +44,8 @@ struct Cpu {
     const bool f = ebx7 >> 16 & 1, dq = ebx7 >> 17 & 1, bw = ebx7 >> 30 & 1, vl = ebx7 >> 31 & 1;
     return avx2() && f && dq && bw && vl && saves(0xe6);
   }
-  bool vnni() const { return avx512() && (ecx7 >> 11 & 1) && (ecx7 >> 1 & 1); }  // VNNI, VBMI
+  // VNNI, VBMI, GFNI: the processors that have the first two have the third.
+  bool vnni() const { return avx512() && (ecx7 >> 11 & 1) && (ecx7 >> 1 & 1) && (ecx7 >> 8 & 1); }
   bool amx() const { return vnni() && (edx7 >> 22 & 1) && (edx7 >> 24 & 1) && (edx7 >> 25 & 1) && saves(0x60000) && permitted(); }
   // Linux hands out the tile registers per process, on request.
   static bool permitted() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }

@@ -25,7 +25,7 @@ bool quantize(const trilobite_quantize_args &a);
 
 // Seconds to read `bytes` bytes once; multiply-accumulates per second.
 double read_seconds(const void *data, int64_t bytes, int threads);
-double peak_macs(int threads);
+double peak_macs(int digits, int threads);
 
 }  // namespace trilobite
 #endif

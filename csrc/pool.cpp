@@ -27,7 +27,7 @@ inline void wait_turn(int turn) {
   sched_yield();
 }
 
-constexpr auto SPIN = std::chrono::microseconds(200);  // longer than what lies between two layers, shorter than notice
+constexpr auto SPIN = std::chrono::milliseconds(2);  // longer than what lies between two layers: waking takes 50 microseconds
 
 class Pool {
  public:

@@ -31,11 +31,11 @@ double read_seconds(const void *data, int64_t bytes, int threads) {
   return seconds_since(start);
 }
 
-double peak_macs(int threads) {
+double peak_macs(int digits, int threads) {
   std::atomic<int64_t> macs{0};
   const auto start = std::chrono::steady_clock::now();
   run_team(threads, [&](Team &team, int thread) {
-    team.share(thread, 0, 64, [&](int64_t) { macs.fetch_add(tier().spin(1000000)); });
+    team.share(thread, 0, 64, [&](int64_t) { macs.fetch_add(tier().spin(1000000, digits)); });
   });
   return (double)macs.load() / seconds_since(start);
 }

@@ -65,7 +65,7 @@ TRILOBITE_API int64_t trilobite_max_threads(void);
 TRILOBITE_API double trilobite_read_seconds(const void *data, int64_t bytes, int64_t threads);
 
 // Multiply-accumulates per second of the tier's integer dot product, `threads` threads together.
-TRILOBITE_API double trilobite_peak_macs(int64_t threads);
+TRILOBITE_API double trilobite_peak_macs(int64_t digits, int64_t threads);
 
 // Quantize w [rows, k] fp32 in groups. method: 0 rtn, 1 search, 2 hqq; steps: alternations of search from each start.
 // All contiguous.

@@ -472,4 +472,5 @@ def test_threads_of_the_engine_are_its_own() -> None:
 
 def test_probes_measure_something() -> None:
     assert cpu.measure_read_bandwidth(torch.ones(1 << 20, dtype=torch.uint8), 2) > 0.01
-    assert cpu.measure_peak(1) > 0.01
+    assert cpu.measure_peak("int8", 1) > 0.01
+    assert cpu.measure_peak("exact", 1) > 0.003

@@ -1,4 +1,4 @@
-// A few tokens and more: AMX tiles. A is 16 tokens x some columns, B the codes of 16 rows x the same columns in just the
+// Many tokens: AMX tiles over decoded panels (few tokens: amx_few.h). A is 16 tokens x some columns, B the codes of 16 rows x the same columns in just the
 // order in which `decode` leaves them, C 16 tokens x 16 rows.
 //
 // Exact mode multiplies bfloat16: codes are whole numbers below 256 and exact, so are the parts of the activations (see
@@ -8,7 +8,7 @@
 constexpr int PANEL = 512;          // columns decoded at a time; they stay in the first-level cache
 constexpr int MAX_STRETCHES = PANEL / BLOCK;
 constexpr int TOKENS_A_PASS = 256;  // tokens per decoded panel: what belongs to them stays in the second-level cache
-constexpr int AMX_FROM = 5;         // tokens; fewer are faster without tiles
+constexpr int PARTS_FROM = 6;       // tokens; in exact mode the digits of fewer fit one tile
 
 struct alignas(64) Panel {
   uint8_t codes[PANEL * ROWS * 2];
@@ -24,19 +24,21 @@ struct TileConfig {
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  // Tiles 0 and 1: products; 2 and 3: activations; 4 and 5: codes, `depth` lines of 4 bytes a row.
-  TileConfig(int tokens, int depth) {
-    for (int i = 0; i < 2; i++) {
-      rows[i] = rows[2 + i] = (uint8_t)tokens;
-      rows[4 + i] = (uint8_t)depth;
-      bytes[i] = bytes[4 + i] = 64;
-      bytes[2 + i] = (uint16_t)(4 * depth);
+  // Tiles 0 to 3: products; 4 and 5: `lines` of activations; 6 and 7: codes, `depth` lines of 4 bytes a row.
+  TileConfig(int lines, int depth) {
+    for (int i = 0; i < 8; i++) {
+      rows[i] = (uint8_t)(i < 6 ? lines : depth);
+      bytes[i] = (uint16_t)(i == 4 || i == 5 ? 4 * depth : 64);
     }
   }
+  // GCC's _tile_loadconfig says that it reads eight bytes, so the rest may never be written.
+  void load() const { __asm__ volatile("ldtilecfg %0" : : "m"(*this)); }
 };
 
+#include "amx_few.h"
+
 static int parts_amx(int count, int dtype, int digits, bool intermediate) {
-  if (count < AMX_FROM || digits == TRILOBITE_INT8) return 0;
+  if (count < PARTS_FROM || digits == TRILOBITE_INT8) return 0;
   if (dtype == TRILOBITE_F32) return 3;
   return dtype == TRILOBITE_F16 || intermediate ? 2 : 1;
 }
@@ -66,7 +68,7 @@ template <int BITS> static inline void store_bf16(uint8_t *out, __m512i codes, _
 template <int BITS> static inline void decode_stretch(const uint8_t *codes, int width, bool bf16, uint8_t *out) {
   const __m512i table = _mm512_loadu_si512(WHOLE_NUMBERS);
   for (int b = 0; b < width; b += BLOCK, codes += BITS * 64) {
-    for (int j = 0; j < BITS; j++) __builtin_prefetch(codes + PREFETCH + 64 * j, 0, 2);
+    for (int j = 0; j < BITS; j++) __builtin_prefetch(codes + PREFETCH + 64 * j, 0, 3);
     Isa::Bytes c[8];
     decode<BITS>(codes, c);
     UNROLL
@@ -115,9 +117,9 @@ static inline void multiply_bf16(Panel *p, int s, const Digits &x, int block, in
   const uint8_t *codes = p->codes + p->first[s] * ROWS * 2;
   const uint16_t *q = x.part(block, (column + p->first[s]) / BLOCK, 0, 0);
   if (s & 1) {
-    TRILOBITE_STRETCH(1, 3, 5);
+    TRILOBITE_STRETCH(1, 5, 7);
   } else {
-    TRILOBITE_STRETCH(0, 2, 4);
+    TRILOBITE_STRETCH(0, 4, 6);
   }
 }
 
@@ -125,17 +127,11 @@ static inline void multiply_int8(Panel *p, int s, const Digits &x, int block, in
   const int8_t *q = x.q_block(block) + (column + p->first[s]) * x.rows(block);
   const uint8_t *codes = p->codes + p->first[s] * ROWS;
   if (s & 1) {
-    _tile_zero(1);
-    _tile_loadd(5, codes, 64);
-    _tile_loadd(3, q, x.seg);
-    _tile_dpbsud(1, 3, 5);
-    _tile_stored(1, p->products[1], 64);
+    _tile_loadd(5, q, x.seg);
+    TRILOBITE_PRODUCT(1, 5, 7, codes, p->products[1]);
   } else {
-    _tile_zero(0);
-    _tile_loadd(4, codes, 64);
-    _tile_loadd(2, q, x.seg);
-    _tile_dpbsud(0, 2, 4);
-    _tile_stored(0, p->products[0], 64);
+    _tile_loadd(4, q, x.seg);
+    TRILOBITE_PRODUCT(0, 4, 6, codes, p->products[0]);
   }
 }
 
@@ -187,16 +183,16 @@ static void blocks_panel(Panel *p, const Digits &x, int from, int to, int n, int
 }
 
 static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *scratch) {
-  if (x.parts == 0 && (x.digits == TRILOBITE_EXACT || x.count < AMX_FROM))
-    return rows_few(m, band, bands, x, out, ld, scratch);
   auto *p = (Panel *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+  if (fit_tile(x)) return rows_amx_few(m, band, bands, x, out, ld, (Ring *)p);
+  if (x.parts == 0 && x.count <= 2) return rows_few(m, band, bands, x, out, ld, scratch);
   const bool bf16 = x.parts > 0;
   constexpr int BLOCKS = TOKENS_A_PASS / TOKENS;
   for (int from = 0; from < x.blocks(); from += BLOCKS) {
     const int to = from + BLOCKS < x.blocks() ? from + BLOCKS : x.blocks();
     const int n = to - from > 1 || x.rows(from) > 8 ? 16 : x.rows(from) > 4 ? 8 : 4;
     alignas(64) const TileConfig config(n, bf16 ? 16 : x.seg / 4);
-    _tile_loadconfig(&config);
+    config.load();
     for (int64_t column = 0; column < m.k; column += PANEL) {
       const int columns = m.k - column < PANEL ? (int)(m.k - column) : PANEL;
       for (int b = 0; b < bands; b++) {
@@ -207,4 +203,32 @@ static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, 
     }
   }
   _tile_release();
+}
+
+// The rate of the tiles, for probes: bfloat16 in exact mode, bytes in int8 mode.
+static int64_t spin_tiles(int64_t rounds, int digits) {
+  alignas(64) const TileConfig config(TILE_ROWS, 16);
+  config.load();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(6);
+  const int64_t turns = rounds / 64;  // a tile's product is worth many vector products
+  for (int64_t r = 0; r < turns; r++) {
+    if (digits == TRILOBITE_EXACT) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_dpbf16ps(3, 4, 6);
+    } else {
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 4, 6);
+      _tile_dpbsud(2, 4, 6);
+      _tile_dpbsud(3, 4, 6);
+    }
+  }
+  _tile_release();
+  return turns * 4 * TILE_ROWS * ROWS * (digits == TRILOBITE_EXACT ? 32 : 64);
 }

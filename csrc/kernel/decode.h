@@ -7,27 +7,27 @@ template <int BITS> static inline void decode(const uint8_t *p, Isa::Bytes c[8])
   } else if (BITS == 4) {
     for (int i = 0; i < 4; i++) {
       const Isa::Bytes v = Isa::load(p + 64 * i);
-      c[2 * i] = Isa::mask(v, 15);
-      c[2 * i + 1] = Isa::mask(Isa::shr<4>(v), 15);
+      c[2 * i] = Isa::field<0, 4>(v);
+      c[2 * i + 1] = Isa::field<4, 4>(v);
     }
   } else if (BITS == 2) {
     for (int i = 0; i < 2; i++) {
       const Isa::Bytes v = Isa::load(p + 64 * i);
-      c[4 * i] = Isa::mask(v, 3);
-      c[4 * i + 1] = Isa::mask(Isa::shr<2>(v), 3);
-      c[4 * i + 2] = Isa::mask(Isa::shr<4>(v), 3);
-      c[4 * i + 3] = Isa::mask(Isa::shr<6>(v), 3);
+      c[4 * i] = Isa::field<0, 2>(v);
+      c[4 * i + 1] = Isa::field<2, 2>(v);
+      c[4 * i + 2] = Isa::field<4, 2>(v);
+      c[4 * i + 3] = Isa::field<6, 2>(v);
     }
   } else {
     const Isa::Bytes v0 = Isa::load(p), v1 = Isa::load(p + 64), v2 = Isa::load(p + 128);
-    c[0] = Isa::mask(v0, 7);
-    c[1] = Isa::mask(Isa::shr<3>(v0), 7);
-    c[2] = Isa::mask(v1, 7);
-    c[3] = Isa::mask(Isa::shr<3>(v1), 7);
-    c[4] = Isa::mask(v2, 7);
-    c[5] = Isa::mask(Isa::shr<3>(v2), 7);
-    c[6] = Isa::either(Isa::mask(Isa::shr<6>(v0), 3), Isa::mask(Isa::shr<4>(v2), 4));
-    c[7] = Isa::either(Isa::mask(Isa::shr<6>(v1), 3), Isa::mask(Isa::shr<5>(v2), 4));
+    c[0] = Isa::field<0, 3>(v0);
+    c[1] = Isa::field<3, 3>(v0);
+    c[2] = Isa::field<0, 3>(v1);
+    c[3] = Isa::field<3, 3>(v1);
+    c[4] = Isa::field<0, 3>(v2);
+    c[5] = Isa::field<3, 3>(v2);
+    c[6] = Isa::either(Isa::field<6, 2>(v0), Isa::field<6, 1, 2>(v2));
+    c[7] = Isa::either(Isa::field<6, 2>(v1), Isa::field<7, 1, 2>(v2));
   }
 }
 

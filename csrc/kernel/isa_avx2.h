@@ -20,6 +20,10 @@ struct Isa {
   // Shifts 16-bit lanes: bits of the neighbour come in, a mask always follows.
   template <int S> static Bytes shr(Bytes v) { return {_mm256_srli_epi16(v.a, S), _mm256_srli_epi16(v.b, S)}; }
   static Bytes either(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+  // Bits [FROM, FROM + WIDTH) of every byte, moved to bit TO.
+  template <int FROM, int WIDTH, int TO = 0> static Bytes field(Bytes v) {
+    return mask(shr<FROM - TO>(v), (uint8_t)(((1 << WIDTH) - 1) << TO));
+  }
 
   static Ints zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   template <int BITS> static Ints dot(Ints acc, Bytes c, const int8_t *x) {

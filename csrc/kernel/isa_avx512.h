@@ -13,6 +13,19 @@ struct Isa {
   // Shifts 16-bit lanes: bits of the neighbour come in, a mask always follows.
   template <int S> static Bytes shr(Bytes v) { return _mm512_srli_epi16(v, S); }
   static Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+  // Bits [FROM, FROM + WIDTH) of every byte, moved to bit TO.
+  template <int FROM, int WIDTH, int TO = 0> static Bytes field(Bytes v) {
+    constexpr uint8_t kept = (uint8_t)(((1 << WIDTH) - 1) << TO);
+    if (FROM == TO) return mask(v, kept);
+#ifdef __GFNI__
+    // Any linear map of a byte's bits is one instruction: row 7 - i of the matrix picks bit i.
+    uint64_t matrix = 0;
+    for (int i = 0; i < WIDTH; i++) matrix |= 1ull << (FROM + i) << 8 * (7 - TO - i);
+    return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64((long long)matrix), 0);
+#else
+    return mask(shr<FROM - TO>(v), kept);
+#endif
+  }
 
   static Ints zero() { return _mm512_setzero_si512(); }
   template <int BITS> static Ints dot(Ints acc, Bytes c, const int8_t *x) {

@@ -11,6 +11,10 @@ struct Isa {
   static Bytes mask(Bytes b, uint8_t m) { for (int i = 0; i < 64; i++) b.v[i] &= m; return b; }
   template <int S> static Bytes shr(Bytes b) { for (int i = 0; i < 64; i++) b.v[i] >>= S; return b; }
   static Bytes either(Bytes a, const Bytes &b) { for (int i = 0; i < 64; i++) a.v[i] |= b.v[i]; return a; }
+  // Bits [FROM, FROM + WIDTH) of every byte, moved to bit TO.
+  template <int FROM, int WIDTH, int TO = 0> static Bytes field(Bytes v) {
+    return mask(shr<FROM - TO>(v), (uint8_t)(((1 << WIDTH) - 1) << TO));
+  }
 
   static Ints zero() { return Ints{}; }
   // acc[row] += sum of 4 codes of the row times x[0..3]

@@ -1,18 +1,24 @@
 // Probes of the machine's limits: reading memory, and the tier's integer dot product.
 
+// Four streams at a time, as the kernels do: one alone does not reach what the memory gives.
 static uint64_t read_bytes(const uint8_t *p, int64_t bytes) {
-  Isa::Bytes a = Isa::load(p), b = Isa::load(p + 64);
-  for (int64_t i = 0; i + 256 <= bytes; i += 256) {
-    for (int j = 0; j < 256; j += 64) __builtin_prefetch(p + i + 4096 + j);
-    a = Isa::either(Isa::either(a, Isa::load(p + i)), Isa::load(p + i + 64));
-    b = Isa::either(Isa::either(b, Isa::load(p + i + 128)), Isa::load(p + i + 192));
-  }
+  constexpr int STREAMS = 4;
+  const int64_t part = bytes / STREAMS / 128 * 128;
+  Isa::Bytes a[STREAMS];
+  for (int s = 0; s < STREAMS; s++) a[s] = Isa::load(p + s * part);
+  for (int64_t i = 0; i < part; i += 128)
+    for (int s = 0; s < STREAMS; s++) {
+      const uint8_t *at = p + s * part + i;
+      __builtin_prefetch(at + 2048);
+      __builtin_prefetch(at + 2048 + 64);
+      a[s] = Isa::either(Isa::either(a[s], Isa::load(at)), Isa::load(at + 64));
+    }
   uint8_t out[64];
-  Isa::store(out, Isa::either(a, b));
+  Isa::store(out, Isa::either(Isa::either(a[0], a[1]), Isa::either(a[2], a[3])));
   return out[0] + (uint64_t)out[63];
 }
 
-static int64_t spin_dots(int64_t rounds) {
+[[maybe_unused]] static int64_t spin_dots(int64_t rounds, int digits) {
   constexpr int CHAINS = 8;  // more than the latency of a product times its rate
   uint8_t ones[64];
   memset(ones, 1, sizeof ones);
@@ -32,5 +38,5 @@ static int64_t spin_dots(int64_t rounds) {
   UNROLL
   for (int i = 1; i < CHAINS; i++) f = Isa::fma(Isa::set1(1), Isa::to_float(a[i]), f);
   Isa::store(out, f);
-  return rounds / CHAINS * CHAINS * 64 + (out[0] == 0.5f);
+  return rounds / CHAINS * CHAINS * 64 / digits + (out[0] == 0.5f);
 }

@@ -77,7 +77,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "set_tier": (c_int, [c_char_p]),
         "max_threads": (c_int64, []),
         "read_seconds": (c_double, [c_void_p, c_int64, c_int64]),
-        "peak_macs": (c_double, [c_int64]),
+        "peak_macs": (c_double, [c_int64, c_int64]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, f"trilobite_{name}")
