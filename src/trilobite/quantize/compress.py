@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -18,15 +19,16 @@ from torch import Tensor
 
 import trilobite
 from trilobite.checkpoint.packed import FORMAT_VERSION, PARTIAL, REPORT, PackedWriter, Unit
-from trilobite.checkpoint.roles import identify, read_matrix
+from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import DestinationError, RecipeError, WeightError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import cpu_quantize
+from trilobite.quantize.ldlq import quantize_lattice
 from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
-from trilobite.recipe import Recipe
+from trilobite.recipe import LatticeFormat, Recipe
 
 LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
 """(line, its record, whether this run made it): called for every tensor, from the main thread."""
@@ -256,23 +258,53 @@ def _process(
     return [t.cpu() for t in packed.tensors().values()], record
 
 
-def quantize_line(w: Tensor, line: PlanLine, recipe: Recipe) -> tuple[PackedWeight, dict[str, Any]]:
+def quantize_line(
+    w: Tensor, line: PlanLine, recipe: Recipe, hessian: Tensor | None = None
+) -> tuple[PackedWeight, dict[str, Any]]:
     """Quantize one matrix as its plan line says; also returns what the report notes about the way there.
 
-    w: [N, K] any float dtype    Raises WeightError for NaN, infinite or out-of-range weights.
+    w: [N, K] any float dtype    hessian: [K, K] fp32, E[x x^T] of its inputs, for methods that need it
+    Raises WeightError for NaN, infinite or out-of-range weights.
     """
     assert line.format is not None
+    lattice = isinstance(line.format, LatticeFormat)
+    seed = _seed(_without_expert(line.matrix) if lattice else line.matrix.name)
+    input_seed = _seed(input_name(line.matrix))
     if not line.rank:
-        packed, error = quantize_measured(w, line.format, line.method)
+        if isinstance(line.format, LatticeFormat):
+            packed, error = quantize_lattice(
+                w, line.format, method=line.method, hessian=hessian, seed=seed, input_seed=input_seed
+            )
+        else:
+            packed, error = quantize_measured(w, line.format, line.method)
         return packed, {"error": float(f"{error:.6g}")}
     compensation = Compensation(
         rank=line.rank,
         compensator=recipe.compensator,
         iterations=recipe.iterations,
-        seed=int.from_bytes(hashlib.sha256(line.matrix.name.encode()).digest()[:4], "little"),
+        seed=seed,
+        input_seed=input_seed,
     )
-    result = milo(w, line.format, line.method, compensation)
+    result = milo(w, line.format, line.method, compensation, hessian)
     return result.weight, {"iterations": len(result.errors), "error": float(f"{result.error:.6g}")}
+
+
+def _without_expert(m: Matrix) -> str:
+    """A matrix's name without the number of its expert."""
+    return re.sub(r"\.experts\.\w*?\d+\.", ".experts.", m.name)
+
+
+def input_name(m: Matrix) -> str:
+    """What matrices with the same input have in common: the path of the module around them, without the expert.
+
+    So q, k and v rotate their input alike, gate and up too, and these of all experts of a layer: the input is rotated
+    once for all. Down projections share the name, too, and need nothing of it.
+    """
+    return _without_expert(m).removesuffix(".weight").rpartition(".")[0]
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
 
 
 def _named(line: PlanLine, call: Callable[[], Any]) -> Any:
@@ -289,6 +321,10 @@ def _memory(line: PlanLine, source: Source) -> int:
     mapped = numel * max(1, DTYPES[source.tensors[line.matrix.source].dtype].itemsize)
     n, k = line.matrix.shape if len(line.matrix.shape) == 2 else (numel, 1)
     low_rank = 4 * numel + 16 * (line.rank + 32) * (n + k) if line.rank else 0
+    if isinstance(line.format, LatticeFormat):
+        low_rank += (
+            12 * numel
+        )  # the whole matrix is rotated; its codes are 64-bit numbers while they are found
     converted = 4 * numel if line.matrix.view.scale or line.matrix.view.transposed else 0
     return mapped + low_rank + converted + line.nbytes + 32 * 2**20
 
