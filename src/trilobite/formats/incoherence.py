@@ -206,7 +206,7 @@ def _hartley(x: Tensor) -> Tensor:
 
 
 def _complex(x: Tensor) -> Tensor:
-    return torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_complex(x.contiguous().view(*x.shape[:-1], -1, 2))
 
 
 def _real(x: Tensor) -> Tensor:

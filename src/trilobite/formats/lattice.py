@@ -238,6 +238,10 @@ class Record:
         """First scale / second scale; 1 without a second stage."""
         return self.scale / self.second if self.second else 1.0
 
+    def times(self, factor: float) -> "Record":
+        """The record of the same codes for a matrix that is `factor` times as large."""
+        return Record(format=self.format, scale=self.scale * factor, second=self.second * factor)
+
     def to_tensor(self) -> Tensor:
         """As stored: uint8 [12]."""
         f = self.format
@@ -258,7 +262,8 @@ def read_record(stored: Tensor) -> Record:
             f"lattice record says codebook {codebook}, {bits} bits, transform {transform}: none that this release "
             "reads; upgrade trilobite, or copy the checkpoint again"
         )
-    if not (0 <= scale < float("inf") and 0 <= second < float("inf")) or (second > 0 and not two_stages):
+    finite = 0 <= scale < float("inf") and 0 <= second < float("inf")
+    if not finite or (second > 0) != (two_stages and scale > 0):
         raise ShapeError(f"lattice record has scales {scale} and {second}; copy the checkpoint again")
     fmt = LatticeFormat(codebook=CODEBOOKS[codebook], bits=bits, transform=TRANSFORMS[transform])
     return Record(format=fmt, scale=scale, second=second)
@@ -301,4 +306,4 @@ def decode(packed: Tensor, record: Record, shape: tuple[int, int]) -> Tensor:
     """The transformed matrix that tiles stand for: [N, K] fp32."""
     n, k = shape
     codes = unpack(packed, record.format)[:n]
-    return points(codes, record.format, record.ratio).mul_(record.scale).view(n, k)
+    return points(codes, record.format, record.ratio).mul_(record.scale).reshape(n, k)

@@ -33,6 +33,8 @@ FACTORS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1)
 """Scales to try, times that of least error on a Gaussian source."""
 FEEDBACK_FACTORS = (0.7, 0.76, 0.82, 0.88, 0.94, 1.0)
 """The same with feedback, which widens what is rounded: section F.5 has 0.9 in the place of 1.03."""
+LARGEST, SMALLEST = 1e30, 1e-35
+"""Standard deviations of weights: beyond the one they are damaged, below the other they count as zero."""
 PASSES = 2
 """Times that every block is rounded once more, given all others, after BlockLDLQ."""
 
@@ -42,7 +44,7 @@ Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rounded:
-    """What a scale gives. record: its scales    codes: [N, K/8] int64    error: squared, in units of the weights."""
+    """What a scale gives, for weights of unit variance. codes: [N, K/8] int64    error: squared, of all weights."""
 
     record: Record
     codes: Tensor
@@ -74,26 +76,28 @@ def quantize_lattice(
     spin_in, spin_out = read_signs(signs_in, fmt.transform, k), read_signs(signs_out, fmt.transform, n)
     rotated = spin_out.forward(spin_in.forward(w.float()).T.contiguous()).T.contiguous()
     total = float(sum(part.double().square().sum() for part in torch.split(rotated, 1024)))
-    if not math.isfinite(total) or total > 1e60:
-        raise WeightError("weights are NaN, infinite or out of range; the source checkpoint is damaged")
     unit = math.sqrt(total / (n * k))
+    if not unit < LARGEST:
+        raise WeightError("weights are NaN, infinite or out of range; the source checkpoint is damaged")
+    rotated *= 1 / unit if unit > SMALLEST else 0.0  # from here on in units of the standard deviation
     if method == "ldlq":
         if hessian is None:
             raise RecipeError(
                 "method ldlq rounds by the inputs of a layer and there are none; pass --calibration TEXT, or choose "
                 "method search (quip2-free and the like)"
             )
-        rounded = _feedback(rotated, fmt, unit, _rotated_hessian(hessian, spin_in, k))
+        rounded = _feedback(rotated, fmt, _rotated_hessian(hessian, spin_in, k))
     else:
-        rounded = _nearest(rotated, _scaled(rotated, fmt, unit) if method == "search" else _record(fmt, unit))
+        rounded = _nearest(rotated, _scaled(rotated, fmt) if method == "search" else _record(fmt))
+    record = rounded.record.times(unit if unit > SMALLEST else 0.0)
     packed = PackedWeight(
         shape=(n, k),
         packed=lattice.pack(rounded.codes, fmt),
-        lattice=rounded.record.to_tensor().to(w.device),
+        lattice=record.to_tensor().to(w.device),
         signs_in=signs_in,
         signs_out=signs_out,
     )
-    return packed, math.sqrt(rounded.error / total) if total else 0.0
+    return packed, math.sqrt(rounded.error / (n * k)) if unit > SMALLEST else 0.0
 
 
 def proxy_loss(w: Tensor, w_hat: Tensor, hessian: Tensor) -> float:
@@ -166,15 +170,12 @@ def retouch(
         gradient.addmm_(step, hessian[columns], alpha=-1)
 
 
-def _record(fmt: LatticeFormat, unit: float, factor: float = 1.0, ratio: float = 1.0) -> Record:
-    """Scales for weights of standard deviation `unit`; factors are relative to those of RHO."""
+def _record(fmt: LatticeFormat, factor: float = 1.0, ratio: float = 1.0) -> Record:
+    """Scales for weights of unit variance; factors are relative to those of RHO."""
     rho, second = RHO[fmt.codebook, fmt.bits]
-    scale = unit / (rho * factor)
+    scale = 1 / (rho * factor)
     two_stages = fmt.codebook == "e8p" and fmt.bits > 2
-    stored = torch.tensor(
-        [scale, scale / (second * ratio) if two_stages else 0.0]
-    )  # fp32, as they will be read
-    return Record(format=fmt, scale=float(stored[0]), second=float(stored[1]))
+    return Record(format=fmt, scale=scale, second=scale / (second * ratio) if two_stages else 0.0)
 
 
 def _quantizer(record: Record) -> Quantizer:
@@ -184,17 +185,15 @@ def _quantizer(record: Record) -> Quantizer:
 def _nearest(rotated: Tensor, record: Record) -> Rounded:
     """Every vector to its nearest point."""
     k = rotated.shape[1]
-    inverse = 1 / record.scale if record.scale else 0.0
     codes, error = [], 0.0
     for rows in torch.split(rotated, max(1, BAND // k)):
-        vectors = rows.reshape(-1, DIM) * inverse
-        found, points = lattice.nearest(vectors, record.format, record.ratio)
+        found, points = lattice.nearest(rows.reshape(-1, DIM) / record.scale, record.format, record.ratio)
         codes.append(found.view(-1, k // DIM))
         error += float((rows.reshape(-1, DIM) - points * record.scale).square_().sum(dtype=torch.float64))
     return Rounded(record=record, codes=torch.cat(codes), error=error)
 
 
-def _scaled(rotated: Tensor, fmt: LatticeFormat, unit: float) -> Record:
+def _scaled(rotated: Tensor, fmt: LatticeFormat) -> Record:
     """The scales of least error on a sample: first the first stage's, then the second's."""
     vectors = rotated.view(-1, DIM)
     sample = vectors[:: -(-len(vectors) // SAMPLE)].contiguous()
@@ -202,13 +201,11 @@ def _scaled(rotated: Tensor, fmt: LatticeFormat, unit: float) -> Record:
     def best(records: list[Record]) -> Record:
         return min(records, key=lambda record: _nearest(sample, record).error)
 
-    if unit == 0:
-        return _record(fmt, unit)
-    found = best([_record(fmt, unit, factor) for factor in FACTORS])
+    found = best([_record(fmt, factor) for factor in FACTORS])
     if not found.second:
         return found
-    factor = unit / (RHO[fmt.codebook, fmt.bits][0] * found.scale)
-    return best([_record(fmt, unit, factor, ratio) for ratio in FACTORS])
+    factor = 1 / (RHO[fmt.codebook, fmt.bits][0] * found.scale)
+    return best([_record(fmt, factor, ratio) for ratio in FACTORS])
 
 
 def _rotated_hessian(hessian: Tensor, spin: Spin, k: int) -> Tensor:
@@ -226,22 +223,19 @@ def _rotated_hessian(hessian: Tensor, spin: Spin, k: int) -> Tensor:
     return rotated
 
 
-def _feedback(rotated: Tensor, fmt: LatticeFormat, unit: float, hessian: Tensor) -> Rounded:
+def _feedback(rotated: Tensor, fmt: LatticeFormat, hessian: Tensor) -> Rounded:
     """BlockLDLQ at the scale of least proxy loss on a sample of rows, then the second look at every block."""
     n, k = rotated.shape
     lower = block_ldl(hessian)[0].float()
-    record = _record(fmt, unit)
-    if unit:
-        sample = rotated[:: -(-n // SAMPLE_ROWS)]
-        records = [_record(fmt, unit, factor) for factor in FEEDBACK_FACTORS]
-        stacked = torch.cat([sample / r.scale for r in records])
-        _, error = block_ldlq(stacked, lower, _quantizer(record))
-        losses = ((error @ hessian) * error).sum(-1).view(len(records), -1).sum(-1).tolist()
-        record = min(zip(records, losses, strict=True), key=lambda pair: pair[0].scale ** 2 * pair[1])[0]
+    sample = rotated[:: -(-n // SAMPLE_ROWS)]
+    records = [_record(fmt, factor) for factor in FEEDBACK_FACTORS]
+    _, error = block_ldlq(torch.cat([sample / r.scale for r in records]), lower, _quantizer(records[0]))
+    losses = ((error @ hessian) * error).sum(-1).view(len(records), -1).sum(-1).tolist()
+    record = min(zip(records, losses, strict=True), key=lambda pair: pair[0].scale ** 2 * pair[1])[0]
     quantizer = _quantizer(record)
     codes, squared = [], 0.0
     for rows in torch.split(rotated, max(1, BAND // k)):
-        target = rows / record.scale if record.scale else rows
+        target = rows / record.scale
         found, error = block_ldlq(target, lower, quantizer)
         for _ in range(PASSES):
             retouch(error, found, target, hessian, quantizer)
