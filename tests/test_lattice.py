@@ -152,12 +152,12 @@ def test_tiles_are_those_of_the_specification(fmt: LatticeFormat) -> None:
 MSE = {
     "e8p-2": 0.0909,
     "e8p-3": 0.0291,
-    "e8p-4": 0.0092,
+    "e8p-4": 0.0083,
     "grid-2": 0.1188,
     "grid-3": 0.0374,
     "grid-4": 0.0115,
 }
-"""On a Gaussian source at the scales of RHO: for E8P and RVQ3 the published figures, for grids Max's (1960)."""
+"""On a Gaussian source at the scales of RHO: for E8P and RVQ3 the published figures, for RVQ4 ours, for grids Max's (1960)."""
 
 
 @pytest.mark.parametrize("name", MSE)
@@ -166,9 +166,7 @@ def test_error_on_a_gaussian_source(name: str) -> None:
     rho, ratio = RHO[fmt.codebook, fmt.bits]
     x = gauss(40_000)
     _, found = nearest(x * rho, fmt, ratio)
-    assert float((found / rho - x).square().mean()) == pytest.approx(
-        MSE[name], rel=0.02 if name != "e8p-4" else 0.1
-    )
+    assert float((found / rho - x).square().mean()) == pytest.approx(MSE[name], rel=0.02)
 
 
 def test_the_published_scales_are_the_best() -> None:

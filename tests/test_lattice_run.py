@@ -11,14 +11,17 @@ from packing import packed_weight, relative_error
 from torch import Tensor
 from torch.nn.functional import silu
 
+from trilobite.checkpoint.source import open_source
+from trilobite.cli.inspect import inspect
 from trilobite.errors import RecipeError, ShapeError
 from trilobite.formats.incoherence import store_signs
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import ops, reference
 from trilobite.kernels.expert_table import Column, build, expert_weight, has_lattice
-from trilobite.quantize.compress import Options, compress, input_name
+from trilobite.quantize.compress import Options, compress, input_name, prepare
 from trilobite.quantize.ldlq import quantize_lattice
 from trilobite.quantize.milo import Compensation, milo
+from trilobite.quantize.report import account
 from trilobite.recipe import LatticeFormat, Recipe, load_recipe, parse_format, recipe_from_dict
 from trilobite.runtime.experts import PackedExperts
 from trilobite.runtime.load import load
@@ -287,6 +290,40 @@ def test_transforms_are_shared_as_promised(mixtral: Path, tmp_path: Path) -> Non
     assert len({bytes(down.packed().signs_out.tolist()) for _, _, down in experts}) == 1
     other = model.model.layers[1].self_attn.q_proj.packed()
     assert not torch.equal(q.signs_in, other.signs_in)
+
+
+@pytest.mark.parametrize("name", ["quip3-free", "compensated", "fourier", "mixed", "rtn3"])
+def test_every_byte_is_accounted_for(mixtral: Path, tmp_path: Path, name: str) -> None:
+    """Section F.1: the sign vectors cost (n + m) / (n m) bits a weight."""
+    chosen = load_recipe(name) if name == "rtn3" else recipe(name)
+    rows = prepare(open_source(str(mixtral)), chosen).to_dict()["tensors"]
+    accounts = {(a.role, a.format): a for a in account(rows)}
+    for (role, fmt), a in accounts.items():
+        mine = [row for row in rows if (row["role"], row.get("format")) == (role, fmt)]
+        assert a.total * a.weights == pytest.approx(8 * sum(row["bytes"] for row in mine))
+        assert a.bits["codes"] == parse_format(fmt).bits
+        assert min(a.bits.values()) >= 0
+        signs = sum(n + m for n, m in (row["shape"] for row in mine))
+        if fmt in ("e8p-2", "e8p-3"):
+            assert a.bits["signs"] * a.weights == pytest.approx(signs)  # dimensions here are multiples of 8
+        if fmt.endswith("fourier"):
+            assert a.bits["signs"] * a.weights == pytest.approx(4 * signs)
+        assert (a.bits["compensator"] > 0) == (name == "compensated")
+        assert (a.bits["signs"] > 0) == ("e8p" in fmt)
+
+
+def test_inspect_shows_the_account(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compress(str(mixtral), tmp_path / "packed", load_recipe("quip2-free"), options=SERIAL)
+    inspect(str(tmp_path / "packed"))
+    shown = capsys.readouterr().out
+    assert "signs" in shown
+    assert "1 KiB" in shown
+    inspect(str(tmp_path / "packed"), json=True)
+    head, *body = sorted(
+        json.loads(capsys.readouterr().out)["accounts"], key=lambda a: a["role"], reverse=True
+    )
+    assert (head["role"], head["signs"]) == ("head", 0)
+    assert all(a["codes"] == 2 and a["signs"] > 0 for a in body)
 
 
 def test_names_of_inputs() -> None:

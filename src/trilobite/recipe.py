@@ -200,6 +200,8 @@ class Recipe:
 
         Raises RecipeError when there is none.
         """
+        if method not in METHODS:
+            raise RecipeError(f"method {method!r}; expected one of {', '.join(METHODS)}")
         rules: list[Rule] = []
         refusals: list[RecipeError] = []
         for r in self.rules:
