@@ -157,7 +157,7 @@ MSE = {
     "grid-3": 0.0374,
     "grid-4": 0.0115,
 }
-"""On a Gaussian source at the scales of RHO: for E8P and RVQ3 the published figures, for RVQ4 ours, for grids Max's (1960)."""
+"""On a Gaussian source at the scales of RHO: the published figures for E8P and RVQ3, Max's (1960) for grids."""
 
 
 @pytest.mark.parametrize("name", MSE)
