@@ -5,14 +5,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from trilobite.checkpoint.roles import Matrix, View
 from trilobite.errors import RecipeError, ShapeError, WeightError
 from trilobite.formats import lattice
 from trilobite.formats.weight import check, dequantize
 from trilobite.quantize import ldlq
+from trilobite.quantize.compress import quantize_line
 from trilobite.quantize.ldlq import block_ldl, block_ldlq, proxy_loss, quantize_lattice, retouch
 from trilobite.quantize.matrix import quantize, quantize_measured, relative_error
 from trilobite.quantize.milo import Compensation, milo
-from trilobite.recipe import LatticeFormat
+from trilobite.quantize.plan import PlanLine
+from trilobite.recipe import PRESETS, LatticeFormat, Role
 
 E8P = LatticeFormat(codebook="e8p", bits=2)
 FORMATS = [LatticeFormat(codebook=c, bits=b) for c in ("e8p", "grid") for b in (2, 3, 4)]
@@ -263,3 +266,31 @@ def test_outliers_do_not_hurt() -> None:
     places = torch.randperm(128, generator=torch.Generator().manual_seed(1))
     w[places[:8], places[-8:]] = 1.0
     assert quantize_measured(w, E8P, "search")[1] < 0.32
+
+
+def test_the_report_of_a_calibrated_matrix() -> None:
+    """error and proxy, as `trilobite.json` will have them; the seeds come from the names."""
+    w, h = weights(64, 96), hessian(96)
+    matrix = Matrix(
+        name="model.layers.0.mlp.experts.3.up_proj.weight",
+        role=Role.EXPERT,
+        layer=0,
+        expert=3,
+        projection="up",
+        shape=(64, 96),
+        source="",
+        view=View(),
+    )
+    line = PlanLine(matrix=matrix, format=E8P, method="ldlq", stored=())
+    packed, record = quantize_line(w, line, PRESETS["quip2"], h)
+    restored = dequantize(packed)
+    assert record["error"] == pytest.approx(relative_error(w, packed), rel=1e-4)
+    assert record["proxy"] == pytest.approx(proxy_loss(w, restored, h) / proxy_loss(w, 0 * w, h), rel=1e-4)
+    assert record["proxy"] < record["error"] ** 2
+    other = replace(matrix, name=matrix.name.replace("3.up", "5.gate"), expert=5)
+    again, _ = quantize_line(w, replace(line, matrix=other), PRESETS["quip2"], h)
+    assert packed.signs_in is not None
+    assert again.signs_in is not None
+    assert torch.equal(packed.signs_in, again.signs_in)
+    with pytest.raises(RecipeError, match="--calibration"):
+        quantize_line(w, line, PRESETS["quip2"])

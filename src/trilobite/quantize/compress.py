@@ -22,9 +22,9 @@ from trilobite.checkpoint.packed import FORMAT_VERSION, PARTIAL, REPORT, PackedW
 from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import DestinationError, RecipeError, WeightError
-from trilobite.formats.weight import PackedWeight
+from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import cpu_quantize
-from trilobite.quantize.ldlq import quantize_lattice
+from trilobite.quantize.ldlq import quantize_lattice, relative_loss
 from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
@@ -277,7 +277,11 @@ def quantize_line(
             )
         else:
             packed, error = quantize_measured(w, line.format, line.method)
-        return packed, {"error": float(f"{error:.6g}")}
+        record = {"error": float(f"{error:.6g}")}
+        if line.method == "ldlq" and hessian is not None:
+            loss = relative_loss(w, dequantize(packed), hessian)
+            record["proxy"] = float(f"{loss:.6g}")
+        return packed, record
     compensation = Compensation(
         rank=line.rank,
         compensator=recipe.compensator,

@@ -25,6 +25,8 @@ BATCH = 128
 """Columns whose feedback from all earlier columns is one product."""
 BAND = 1 << 22
 """Weights that are rounded with feedback at a time; rows do not depend on each other."""
+PROXY_ROWS = 1 << 10
+"""Rows whose proxy loss is measured at a time."""
 SAMPLE = 1 << 12
 """Vectors that a scale is tried on."""
 SAMPLE_ROWS = 32
@@ -101,9 +103,18 @@ def quantize_lattice(
 
 
 def proxy_loss(w: Tensor, w_hat: Tensor, hessian: Tensor) -> float:
-    """tr((W - W_hat) H (W - W_hat)^T) (eq. 2). w, w_hat: [N, K]    hessian: [K, K]."""
-    difference = w.double() - w_hat.double()
-    return float(((difference @ hessian.double()) * difference).sum())
+    """tr((W - W_hat) H (W - W_hat)^T) (eq. 2). w, w_hat: [N, K]    hessian: [K, K]    Sums of bands in fp64."""
+    total = 0.0
+    for rows, found in zip(w.split(PROXY_ROWS), w_hat.split(PROXY_ROWS), strict=True):  # type: ignore[no-untyped-call]
+        difference = rows.float() - found
+        total += float(((difference @ hessian) * difference).sum(dtype=torch.float64))
+    return total
+
+
+def relative_loss(w: Tensor, w_hat: Tensor, hessian: Tensor) -> float:
+    """The proxy loss over that of a matrix of zeros: tr((W - W_hat) H (W - W_hat)^T) / tr(W H W^T)."""
+    whole = proxy_loss(w, torch.zeros_like(w, dtype=torch.float32), hessian)
+    return max(proxy_loss(w, w_hat, hessian), 0.0) / whole if whole > 0 else 0.0
 
 
 def block_ldl(h: Tensor, g: int = DIM) -> tuple[Tensor, Tensor]:
