@@ -16,7 +16,7 @@ from trilobite.cli.inspect import inspect
 from trilobite.errors import RecipeError, ShapeError
 from trilobite.formats.incoherence import store_signs
 from trilobite.formats.weight import PackedWeight, dequantize
-from trilobite.kernels import ops, reference
+from trilobite.kernels import cpu, ops, reference
 from trilobite.kernels.expert_table import Column, build, expert_weight, has_lattice
 from trilobite.quantize.compress import Options, compress, input_name, prepare
 from trilobite.quantize.ldlq import quantize_lattice
@@ -176,6 +176,14 @@ def test_affine_and_lattice_experts_in_one_layer() -> None:
             gate, up, down = (dequantize(w) for w in experts[index[t, a]] if w is not None)
             expected[t] += weights[t, a] * (down @ (silu(gate @ x[t]) * (up @ x[t])))
     assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native library")
+def test_the_native_engine_refuses_lattice_experts() -> None:
+    slab, table = build(layer("alike"))
+    index, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    with pytest.raises(ShapeError, match="lattice"):
+        cpu.experts(torch.randn(2, H), index, weights, slab, table, None, None, INTER, "silu")
 
 
 def test_the_input_is_rotated_once(monkeypatch: pytest.MonkeyPatch) -> None:
