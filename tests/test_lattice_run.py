@@ -275,7 +275,7 @@ def recipe(name: str) -> Recipe:
     body = {"roles": ["attention", "expert"], "format": "e8p-2"}
     if name == "compensated":
         return recipe_from_dict(
-            {"rules": [body], "rank": "dense-4+sparse-2", "iterations": 2, "cap": False}, name
+            {"rules": [body], "rank": "dense-4+sparse-2", "iterations": 1, "cap": False}, name
         )
     if name == "fourier":
         return recipe_from_dict({"rules": [body | {"format": "e8p-2-fourier"}]}, name)
