@@ -80,11 +80,11 @@ void route(Call &c, Workspace &ws) {
 }
 
 bool read_matrices(const trilobite_experts_args &a, Active &e) {
-  const int64_t *rows = a.table + e.expert * 30;
+  const int64_t *rows = a.table + e.expert * 3 * TRILOBITE_COLUMNS;
   bool up, down;
   if (!from_table(a.slab, a.slab_bytes, rows, a.intermediate, a.hidden, &e.gate, &e.gated)) return false;
-  if (!from_table(a.slab, a.slab_bytes, rows + 10, a.intermediate, a.hidden, &e.up, &up)) return false;
-  if (!from_table(a.slab, a.slab_bytes, rows + 20, a.hidden, a.intermediate, &e.down, &down)) return false;
+  if (!from_table(a.slab, a.slab_bytes, rows + TRILOBITE_COLUMNS, a.intermediate, a.hidden, &e.up, &up)) return false;
+  if (!from_table(a.slab, a.slab_bytes, rows + 2 * TRILOBITE_COLUMNS, a.hidden, a.intermediate, &e.down, &down)) return false;
   if (!up || !down) return fail("experts: expert %lld has no up or down matrix", (long long)e.expert);
   if (!e.gated && a.activation == TRILOBITE_GPT_OSS)
     return fail("experts: expert %lld has no gate, which activation gpt_oss needs", (long long)e.expert);

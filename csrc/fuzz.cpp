@@ -142,7 +142,7 @@ Layer some_layer(int64_t experts, int64_t hidden, int64_t intermediate, int64_t 
   for (int64_t e = 0; e < experts; e++)
     for (int p = 0; p < 3; p++) {
       if (p == 0 && !gated) {
-        l.table.insert(l.table.end(), 10, -1);
+        l.table.insert(l.table.end(), TRILOBITE_COLUMNS, -1);
         continue;
       }
       Weight w;
@@ -150,6 +150,7 @@ Layer some_layer(int64_t experts, int64_t hidden, int64_t intermediate, int64_t 
       const int64_t row[] = {l.add(w.packed), l.add(w.scale), l.add(w.lra), l.add(w.lrb), w.m.rank, w.m.rank_bits,
                              w.m.bits, w.m.group, w.m.symmetric, w.m.double_quant};
       l.table.insert(l.table.end(), row, row + 10);
+      l.table.insert(l.table.end(), TRILOBITE_COLUMNS - 10, -1);
     }
   return l;
 }

@@ -60,10 +60,11 @@ bool describe(const trilobite_matrix &w, Matrix *m) {
   return true;
 }
 
-bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t row[10], int64_t n, int64_t k, Matrix *m,
+bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t *row, int64_t n, int64_t k, Matrix *m,
                 bool *present) {
   *present = row[0] >= 0;
   if (!*present) return true;
+  if (row[10] >= 0) return fail("experts: a lattice format; the native engine runs the affine ones");
   trilobite_matrix w{};
   w.n = n, w.k = k, w.rank = row[4], w.rank_bits = row[5], w.bits = row[6], w.group = row[7];
   w.symmetric = row[8], w.double_quant = row[9];

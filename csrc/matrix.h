@@ -12,8 +12,8 @@ const char *last_error();
 // Fill the derived fields. False (with a message) when the numbers describe no format.
 bool describe(const trilobite_matrix &w, Matrix *m);
 
-// Row [10] of an expert table -> Matrix [n, k]; `present` is false where the row says "no matrix".
-bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t row[10], int64_t n, int64_t k, Matrix *m,
+// Row [TRILOBITE_COLUMNS] of an expert table -> Matrix [n, k]; `present` is false where the row says "no matrix".
+bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t *row, int64_t n, int64_t k, Matrix *m,
                 bool *present);
 
 // Columns of a segment that suits groups of `group` columns: 64, or 32.

@@ -10,7 +10,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 2
+#define TRILOBITE_ABI 3
 TRILOBITE_API int trilobite_abi(void);
 
 // Element types of activations, routing weights, biases and results.
@@ -34,12 +34,15 @@ typedef struct {
 TRILOBITE_API int trilobite_linear(const void *x, int64_t dtype, int64_t tokens, const trilobite_matrix *w,
                                    const void *bias, int64_t bias_dtype, void *y, int64_t digits, int64_t threads);
 
+// Columns of a row of the table of experts (kernels/expert_table.py).
+#define TRILOBITE_COLUMNS 16
+
 typedef struct {
   const void *x;             // [tokens, hidden] of dtype
   const void *index;         // [tokens, active] int64, or int32 when index_bytes is 4
   const void *weights;       // [tokens, active] of weights_dtype
   const uint8_t *slab;       // [slab_bytes]
-  const int64_t *table;      // [experts, 3, 10]
+  const int64_t *table;      // [experts, 3, TRILOBITE_COLUMNS]
   const void *gate_up_bias;  // [experts, 2 * intermediate] of bias_dtype, or NULL
   const void *down_bias;     // [experts, hidden] of bias_dtype, or NULL
   void *y;                   // [tokens, hidden] of dtype

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from trilobite.checkpoint.source import Source, open_source
 from trilobite.errors import ArchitectureError, RecipeError, ShapeError
 from trilobite.quantize.compress import prepare, quantize_line
 from trilobite.quantize.plan import Plan, plan_json
-from trilobite.recipe import BODY_ROLES, Format, Recipe, Role, Rule, load_recipe
+from trilobite.recipe import BODY_ROLES, Format, Recipe, Role, Rule, load_recipe, parse_format
 
 ONE_LAYER = "model.layers.0"
 
@@ -236,3 +237,44 @@ def test_planned_tensors_are_the_tensors_made(
     made = [(f"{line.matrix.name}_{s}", tuple(t.shape), t.nbytes) for s, t in packed.tensors().items()]
     assert made == [(t.name, t.shape, t.nbytes) for t in line.stored]
     assert packed.nbytes() == line.nbytes
+
+
+def lattice(text: str) -> Recipe:
+    return Recipe(name="test", rules=(Rule(roles=BODY_ROLES, format=parse_format(text)),))
+
+
+def test_where_no_hadamard_matrix_fits_fourier_is_used_and_said(tmp_path: Path) -> None:
+    """20 has one, 188 has none here."""
+    path = llama(tmp_path / "m", k=64, expert_k=188 * 2)
+    found = lines(prepare(open_source(str(path)), lattice("e8p-2")))
+    attention = found[f"{ONE_LAYER}.self_attn.q_proj.weight"]
+    expert = found[f"{ONE_LAYER}.mlp.experts.1.down_proj.weight"]
+    assert (str(attention.format), attention.note) == ("e8p-2", "")
+    assert (str(expert.format), expert.note) == (
+        "e8p-2-fourier",
+        "fourier: no Hadamard matrix fits [64, 376]",
+    )
+    assert [t.shape for t in expert.stored] == [(4, 47, 32), (12,), (188,), (32,)]
+    wished = lines(prepare(open_source(str(path)), lattice("e8p-2-fourier")))
+    assert {str(line.format) for line in wished.values() if line.format} == {"e8p-2-fourier"}
+    assert {line.note for line in wished.values() if line.format} == {""}
+
+
+def test_lattice_codewords_need_columns_in_eights(tmp_path: Path) -> None:
+    path = llama(tmp_path / "m", k=60)
+    with pytest.raises(RecipeError, match="nothing to compress"):
+        prepare(open_source(str(path)), lattice("e8p-2"))
+    path = llama(tmp_path / "n", k=64, expert_k=60)
+    with pytest.raises(ShapeError, match=r"K=60 is not a multiple of 8.*--keep expert"):
+        prepare(open_source(str(path)), lattice("e8p-2"))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_compensators_of_lattice_formats_are_capped(mixtral: Source, bits: int) -> None:
+    """None costs more than the next wider format, 8 bits after the widest."""
+    recipe = replace(lattice(f"e8p-{bits}"), rank="uniform-1000")
+    for line in prepare(mixtral, recipe).lines:
+        if line.format is not None:
+            n, k = line.matrix.shape
+            assert 0 < line.rank < min(n, k)
+            assert line.nbytes <= n * k * {2: 3, 3: 4, 4: 8}[bits] / 8 + 4 * (n + k) + 64

@@ -9,16 +9,22 @@ from hypothesis import strategies as st
 from trilobite.errors import RecipeError
 from trilobite.recipe import (
     BODY_ROLES,
+    CODEBOOKS,
     COMPENSATORS,
     DENSE_ROLES,
     METHODS,
     MILO_RANKS,
     PRESETS,
+    TRANSFORMS,
+    AnyFormat,
     Format,
+    LatticeFormat,
     Recipe,
     Role,
     Rule,
+    check_method,
     load_recipe,
+    parse_format,
     parse_policies,
     parse_rank,
     parse_role,
@@ -35,15 +41,33 @@ formats = st.builds(
     symmetric=st.booleans(),
     double_quant=st.booleans(),
 )
+lattices = st.builds(
+    LatticeFormat,
+    codebook=st.sampled_from(CODEBOOKS),
+    bits=st.sampled_from((2, 3, 4)),
+    transform=st.sampled_from(TRANSFORMS),
+)
+
+
+def fits(rule: Rule) -> bool:
+    """Whether the rule's method finds codes of its format."""
+    try:
+        if rule.format is not None:
+            check_method(rule.format, rule.method)
+    except RecipeError:
+        return False
+    return True
+
+
 rules = st.builds(
     Rule,
     roles=st.lists(st.sampled_from(list(Role)), max_size=3).map(tuple),
     names=st.sampled_from(("*", "*.layers.0.*", "lm_head.weight")),
     layers=st.sampled_from((None, (0, 3), (5, 5))),
-    format=st.none() | formats,
+    format=st.none() | formats | lattices,
     method=st.sampled_from(METHODS),
     rank=st.sampled_from((None, "0", "16", "h/8")),
-)
+).filter(fits)
 recipes = st.builds(
     Recipe,
     name=st.sampled_from(("mine", "a b", "3")),
@@ -56,9 +80,46 @@ recipes = st.builds(
 )
 
 
-@given(formats)
-def test_formats_have_names(fmt: Format) -> None:
-    assert Format.parse(str(fmt)) == fmt
+@given(formats | lattices)
+def test_formats_have_names(fmt: AnyFormat) -> None:
+    assert parse_format(str(fmt)) == fmt
+    assert type(fmt).parse(str(fmt)) == fmt
+
+
+@pytest.mark.parametrize(
+    "text", ["e8p", "e8p-5", "e8p-2-g64", "grid-8", "e8p-2-hadamard", "grid-2-sym", "int3"]
+)
+def test_names_of_no_format_are_refused_with_the_grammar(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"expected .*e8p"):
+        parse_format(text)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "method"), [("e8p-2", "hqq"), ("grid-3", "hqq"), ("int3-g64", "ldlq"), ("e8p-2", "magic")]
+)
+def test_a_method_that_does_not_fit_the_format_is_refused(fmt: str, method: str) -> None:
+    with pytest.raises(RecipeError, match=f"rule 1: method '{method}'"):
+        recipe_from_dict({"rules": [{"format": fmt, "method": method}]}, "mine")
+
+
+def test_a_method_changes_only_the_rules_it_fits() -> None:
+    recipe = PRESETS["quip2-free"].with_method("ldlq")
+    assert [r.method for r in recipe.rules] == ["ldlq", "search"]
+    with pytest.raises(RecipeError, match="does not quantize to int3-g64"):
+        PRESETS["search3"].with_method("ldlq")
+
+
+def test_lattice_formats_have_no_groups() -> None:
+    body, head = PRESETS["quip2-free"].with_group(128).rules
+    assert (str(body.format), str(head.format)) == ("e8p-2", "int8-g128")
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_quip_presets_differ_by_method(bits: int) -> None:
+    calibrated, free = PRESETS[f"quip{bits}"], PRESETS[f"quip{bits}-free"]
+    assert calibrated.with_method("search").rules == free.rules
+    assert str(calibrated.rules[0].format) == f"e8p-{bits}"
+    assert (calibrated.rules[0].method, calibrated.rules[1]) == ("ldlq", free.rules[1])
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,9 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("model_type", TINY_CONFIGS)
-@pytest.mark.parametrize("recipe", [load_recipe("int8"), MILO], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe", [load_recipe("int8"), MILO, load_recipe("quip2-free")], ids=lambda r: r.name
+)
 def test_both_ways_of_loading_give_the_same_bits(
     models: Callable[[str], Model], model_type: str, recipe: Recipe
 ) -> None:
@@ -150,11 +152,12 @@ def test_save_pretrained_round_trip(models: Callable[[str], Model], model_type: 
     assert torch.equal(model.logits(model.from_pretrained(tmp_path / "saved")), model.logits(loaded))
 
 
+@pytest.mark.parametrize("recipe", ["rtn3", "quip2-free"])
 @pytest.mark.parametrize("model_type", TINY_CONFIGS)
-def test_quantize_on_load_is_compress(models: Callable[[str], Model], model_type: str) -> None:
+def test_quantize_on_load_is_compress(models: Callable[[str], Model], model_type: str, recipe: str) -> None:
     model = models(model_type)
-    expected = model.logits(load(str(model.packed(load_recipe("rtn3"))), dtype=torch.float32))
-    loaded = model.from_pretrained(model.path, quantization_config=TrilobiteConfig("rtn3"))
+    expected = model.logits(load(str(model.packed(load_recipe(recipe))), dtype=torch.float32))
+    loaded = model.from_pretrained(model.path, quantization_config=TrilobiteConfig(recipe))
     assert torch.equal(model.logits(loaded), expected)
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary of compression: Role, Format, Rule, Recipe, presets, and their YAML form.
+"""The vocabulary of compression: Role, Format, LatticeFormat, Rule, Recipe, presets, and their YAML form.
 
 A recipe is a list of rules from roles, name patterns and layer ranges to a format, a method and a rank; the first rule
 that matches a tensor decides. It says nothing about one checkpoint; `quantize.plan` resolves it into a plan.
@@ -42,9 +42,11 @@ class Role(str, Enum):
 
 DENSE_ROLES = (Role.ATTENTION, Role.SHARED_EXPERT, Role.DENSE_MLP)
 BODY_ROLES = (*DENSE_ROLES, Role.EXPERT)
-METHODS = ("rtn", "search", "hqq", "gptq", "gptq-order")
+METHODS = ("rtn", "search", "hqq", "gptq", "gptq-order", "ldlq")
 CALIBRATED_METHODS = ("gptq", "gptq-order", "ldlq")
 """Methods that need the Hessian of a layer's inputs, so a calibration text."""
+LATTICE_METHODS = ("rtn", "search", "ldlq")
+"""Methods that find the codes of a lattice format; the affine formats take rtn and search, and all others."""
 COMPENSATORS = {"int3": 3, "int8": 8, "fp16": 16}
 """Compensator formats and their bits."""
 
@@ -83,6 +85,58 @@ class Format:
         return self.group or k
 
 
+CODEBOOKS = ("e8p", "grid")
+"""E8P, the 2-bit lattice codebook of QuIP# and its residual forms for 3 and 4 bits; the half-integer scalar grid."""
+TRANSFORMS = ("hadamard", "fourier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatticeFormat:
+    """What stored codes mean after incoherence processing (QuIP#): `e8p-2`, `e8p-3-fourier`, `grid-4`.
+
+    codebook: `e8p` or `grid`    bits: 2, 3 or 4    transform: the random rotation of both sides of the matrix
+    """
+
+    codebook: str
+    bits: int
+    transform: str = "hadamard"
+
+    @classmethod
+    def parse(cls, text: str) -> "LatticeFormat":
+        """Read a format's name; raises RecipeError with the grammar."""
+        m = re.fullmatch(r"(e8p|grid)-([234])(-fourier)?", text)
+        if not m:
+            raise RecipeError(
+                f"format {text!r}: expected {{e8p,grid}}-{{2,3,4}}[-fourier], for example e8p-2"
+            )
+        return cls(codebook=m[1], bits=int(m[2]), transform="fourier" if m[3] else "hadamard")
+
+    def __str__(self) -> str:
+        """The name that `parse` reads."""
+        return f"{self.codebook}-{self.bits}{'-fourier' if self.transform == 'fourier' else ''}"
+
+
+AnyFormat = Format | LatticeFormat
+
+
+def parse_format(text: str) -> AnyFormat:
+    """Read the name of a format of either kind; raises RecipeError with the grammar."""
+    if text.startswith(CODEBOOKS):
+        return LatticeFormat.parse(text)
+    try:
+        return Format.parse(text)
+    except RecipeError as e:
+        raise RecipeError(f"{e}, or {{e8p,grid}}-{{2,3,4}}[-fourier]") from None
+
+
+def check_method(fmt: AnyFormat, method: str) -> None:
+    """Raise RecipeError when the method cannot find codes of the format."""
+    lattice = isinstance(fmt, LatticeFormat)
+    known = LATTICE_METHODS if lattice else [m for m in METHODS if m != "ldlq"]
+    if method not in known:
+        raise RecipeError(f"method {method!r} does not quantize to {fmt}; expected one of {', '.join(known)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """One line of a recipe. Empty conditions match everything; `format` None keeps the tensor in 16 bit.
@@ -93,7 +147,7 @@ class Rule:
     roles: tuple[Role, ...] = ()
     names: str = "*"
     layers: tuple[int, int] | None = None
-    format: Format | None = None
+    format: AnyFormat | None = None
     method: str = "search"
     rank: str | None = None
 
@@ -136,9 +190,33 @@ class Recipe:
         return replace(self, name=f"{self.name}+keep", rules=(Rule(roles=roles), *self.rules))
 
     def with_group(self, group: int) -> "Recipe":
-        """The same recipe with another group size in every rule."""
-        rules = tuple(replace(r, format=r.format and replace(r.format, group=group)) for r in self.rules)
+        """The same recipe with another group size in every rule; lattice formats have no groups."""
+        rules = tuple(
+            replace(r, format=replace(r.format, group=group)) if isinstance(r.format, Format) else r
+            for r in self.rules
+        )
         return replace(self, rules=rules)
+
+    def with_method(self, method: str) -> "Recipe":
+        """The same recipe with another method in every rule whose format it fits.
+
+        Raises RecipeError when there is none.
+        """
+        if method not in METHODS:
+            raise RecipeError(f"method {method!r}; expected one of {', '.join(METHODS)}")
+        rules: list[Rule] = []
+        refusals: list[RecipeError] = []
+        for r in self.rules:
+            try:
+                if r.format is not None:
+                    check_method(r.format, method)
+                rules.append(replace(r, method=method))
+            except RecipeError as e:
+                rules.append(r)
+                refusals.append(e)
+        if refusals and not any(r.format is not None and r.method == method for r in rules):
+            raise refusals[0]
+        return replace(self, rules=tuple(rules))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: what YAML and JSON store. `from_dict` reads it back to an equal recipe."""
@@ -257,6 +335,12 @@ def _rule_from_dict(data: Any, where: str) -> Rule:
     if method not in METHODS:
         raise RecipeError(f"{where}: method {method!r}; expected one of {', '.join(METHODS)}")
     text = data.get("format", "keep")
+    fmt = None if text == "keep" else parse_format(str(text))
+    if fmt is not None:
+        try:
+            check_method(fmt, method)
+        except RecipeError as e:
+            raise RecipeError(f"{where}: {e}") from None
     rank = data.get("rank")
     if rank is not None:
         parse_rank(str(rank), 4096)
@@ -264,7 +348,7 @@ def _rule_from_dict(data: Any, where: str) -> Rule:
         roles=tuple(parse_role(r) for r in roles),
         names=str(data.get("names", "*")),
         layers=(layers[0], layers[1]) if layers else None,
-        format=None if text == "keep" else Format.parse(str(text)),
+        format=fmt,
         method=method,
         rank=None if rank is None else str(rank),
     )
@@ -307,7 +391,7 @@ HEAD_RULE = Rule(roles=(Role.HEAD,), format=Format(bits=8, group=64))
 
 
 def _preset(name: str, body: str, method: str, summary: str, *, rank: str = "") -> Recipe:
-    rules = (Rule(roles=BODY_ROLES, format=Format.parse(body), method=method), HEAD_RULE)
+    rules = (Rule(roles=BODY_ROLES, format=parse_format(body), method=method), HEAD_RULE)
     return Recipe(name=name, rules=rules, rank=rank, summary=summary)
 
 
@@ -366,5 +450,11 @@ PRESETS: dict[str, Recipe] = {
         _published("milo-s2-paper", "MiLo-s2 with the published quantizer and ranks"),
         _mixed("mixed-4-3", "int4-g64", "int3-g64", "4-bit dense parts, 3-bit experts (MoE offloading)"),
         _mixed("mixed-4-2", "int4-g64", "int2-g64", "4-bit dense parts, 2-bit experts (MoE offloading)"),
+        _preset("quip2", "e8p-2", "ldlq", "2-bit QuIP#: incoherence, lattice codes, calibrated rounding"),
+        _preset("quip3", "e8p-3", "ldlq", "3-bit QuIP#"),
+        _preset("quip4", "e8p-4", "ldlq", "4-bit QuIP#"),
+        _preset("quip2-free", "e8p-2", "search", "2-bit QuIP# without data: incoherence and lattice codes"),
+        _preset("quip3-free", "e8p-3", "search", "3-bit QuIP# without data"),
+        _preset("quip4-free", "e8p-4", "search", "4-bit QuIP# without data"),
     )
 }

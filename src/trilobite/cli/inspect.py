@@ -11,7 +11,7 @@ from trilobite.cli.options import JsonOption, RevisionOption
 
 if TYPE_CHECKING:
     from trilobite.checkpoint.summary import RoleSummary
-    from trilobite.quantize.report import RoleSample
+    from trilobite.quantize.report import Account, RoleSample
 
 
 def inspect(
@@ -27,9 +27,9 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, by role.
 
-    Of a packed one: formats, ranks, errors, bits per weight. Of an original: how a sample of its matrices
-    looks (MiLo, Table 2). Kurtosis is 0 for a normal distribution, and more for outliers; the residual rank
-    counts singular values of what INT3 rounding loses that are below half of the largest.
+    Of a packed one: formats, ranks, errors, bits per weight and what they are for. Of an original: how a sample
+    of its matrices looks (MiLo, Table 2). Kurtosis is 0 for a normal distribution, and more for outliers; the
+    residual rank counts singular values of what INT3 rounding loses that are below half of the largest.
 
     \b
     Example: trilobite inspect mixtral-3bit --json
@@ -112,7 +112,7 @@ def _inspect_packed(path: Path, json: bool) -> None:
     from trilobite.checkpoint.packed import read_report
     from trilobite.checkpoint.source import open_source
     from trilobite.checkpoint.summary import bytes_on_disk
-    from trilobite.quantize.report import report
+    from trilobite.quantize.report import account, report
 
     found = read_report(path)
     open_source(str(path))
@@ -121,13 +121,36 @@ def _inspect_packed(path: Path, json: bool) -> None:
     if json:
         head = {"path": str(path), "kind": "packed", "format_version": found["format_version"]}
         head |= {"recipe": recipe, "rank": found["rank"], "source": found["source"]}
-        print_json(head | made.to_dict())
+        accounts = [a.to_dict() for a in account(found["tensors"])]
+        print_json(head | made.to_dict() | {"accounts": accounts})
         return
     ranks = f", ranks {found['rank']}" if found["rank"] else ""
     print_report(
         made, f"{path}: packed from {found['source']} with {recipe}{ranks}, format {found['format_version']}"
     )
+    _print_accounts(account(found["tensors"]))
     print_kept(made)
+
+
+def _print_accounts(accounts: "list[Account]") -> None:
+    """Bits per weight by what they are for; parts that no matrix has are left out."""
+    from trilobite.quantize.report import PARTS
+
+    parts = [part for part in PARTS if any(a.bits[part] for a in accounts)]
+    rows = [
+        (
+            a.role,
+            a.format,
+            *(number(a.bits[part], 4) if a.bits[part] else "" for part in parts),
+            number(a.total, 4),
+        )
+        for a in accounts
+    ]
+    print_table(("bits per weight", "format", *parts, "total"), rows, left=2)
+    if any(a.format.startswith("e8p") for a in accounts):
+        print(
+            "The tables of E8P (1 KiB) and of its 3-bit form are part of the program and shared by all matrices."
+        )
 
 
 def doctor(json: JsonOption = False) -> None:

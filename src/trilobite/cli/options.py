@@ -47,7 +47,7 @@ RankOption = Annotated[
 MethodOption = Annotated[
     str | None,
     typer.Option(
-        "--method", help="How codes are found: rtn, search, hqq, gptq or gptq-order.", metavar="METHOD"
+        "--method", help="How codes are found: rtn, search, hqq, gptq, gptq-order or ldlq.", metavar="METHOD"
     ),
 ]
 CompensatorOption = Annotated[
@@ -164,7 +164,7 @@ def chosen_recipe(
     changes: dict[str, Any] = {key: value for key, value in wanted.items() if value is not None}
     data = recipe.to_dict() | changes
     if method is not None:
-        data["rules"] = [rule | {"method": method} for rule in data["rules"]]
+        data["rules"] = recipe.with_method(method).to_dict()["rules"]
     changed = [*changes, *(["method"] if method else []), *(["group"] if group_size is not None else [])]
     recipe = replace(recipe_from_dict(data, recipe.name), name="+".join([recipe.name, *changed]))
     return recipe.keeping(tuple(parse_role(role) for part in keep or () for role in part.split(",")))

@@ -1,11 +1,17 @@
 """PackedWeight and Compensator: all that is needed to decode one matrix, and THE one `dequantize`.
 
-On disk a packed weight `model.layers.0.self_attn.q_proj.weight` is up to four tensors, the original name plus a suffix:
+On disk a packed weight `model.layers.0.self_attn.q_proj.weight` is up to six tensors, the original name plus a suffix:
 
-    weight_packed   tiles (formats/affine.py)                  always
-    weight_scale    second-level scales                        double quantization only
-    weight_lra      compensator factor U, transposed           rank > 0
-    weight_lrb      compensator factor V                       rank > 0
+    weight_packed      tiles (formats/affine.py, formats/lattice.py)        always
+    weight_scale       second-level scales                                  double quantization only
+    weight_lattice     codebook, transform and scales (formats/lattice.py)  lattice formats only
+    weight_signs_in    random vector of the transform of the K inputs       lattice formats only
+    weight_signs_out   random vector of the transform of the N outputs      lattice formats only
+    weight_lra         compensator factor U, transposed                     rank > 0
+    weight_lrb         compensator factor V                                 rank > 0
+
+With a lattice format the codes stand for a matrix C in rotated coordinates, W = T_out^T C T_in + U V, where T_in and
+T_out are the transforms of formats/incoherence.py (QuIP#, Algorithms 2 and 3).
 
 A compensator factor of R vectors of length L is stored vector by vector in groups of 64 values, the last one padded
 with zero codes. For 3 and 8 bits a group is a bit stream of 64 codes followed by its fp16 scale: 26 or 66 bytes; so a
@@ -19,13 +25,14 @@ import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError
-from trilobite.formats import affine
+from trilobite.formats import affine, lattice
 from trilobite.formats.bitpack import pack_stream, unpack_stream
-from trilobite.recipe import COMPENSATORS, Format
+from trilobite.formats.incoherence import Spin, read_signs, signs_bytes
+from trilobite.recipe import COMPENSATORS, AnyFormat, Format, LatticeFormat
 
 LR_GROUP = 64
 """Values of a compensator factor that share one scale."""
-SUFFIXES = ("packed", "scale", "lra", "lrb")
+SUFFIXES = ("packed", "scale", "lattice", "signs_in", "signs_out", "lra", "lrb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +40,24 @@ class PackedWeight:
     """A quantized matrix [N, K] as stored: codes, scales and an optional low-rank compensator.
 
     packed: [ceil(N/16), K/G, tile_bytes] uint8        scale: [ceil(N/16), S, 8 or 16] uint8, or None
+    lattice: [12] uint8, signs_in, signs_out: uint8, of a lattice format (its G is 8); all or none
     lra: U^T, a factor of R vectors of length N        lrb: V, a factor of R vectors of length K; both or none
     """
 
     shape: tuple[int, int]
     packed: Tensor
     scale: Tensor | None = None
+    lattice: Tensor | None = None
+    signs_in: Tensor | None = None
+    signs_out: Tensor | None = None
     lra: Tensor | None = None
     lrb: Tensor | None = None
 
     @property
-    def format(self) -> Format:
-        """The format of the codes, as the shapes determine it."""
+    def format(self) -> AnyFormat:
+        """The format of the codes: what the lattice record says, or else what the shapes determine."""
+        if self.lattice is not None:
+            return lattice.read_record(self.lattice).format
         return affine.format_of(self.packed, self.scale, self.shape[1])
 
     @property
@@ -62,25 +75,42 @@ class PackedWeight:
         return sum(t.nbytes for t in self.tensors().values())
 
 
+def stored_shapes(fmt: AnyFormat, n: int, k: int, *, tuned: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of an [n, k] matrix by suffix, in file order, all uint8, without a compensator.
+
+    tuned: the vectors of a lattice format's transforms are fp16 instead of bits
+    Raises ShapeError when K does not divide into groups.
+    """
+    if isinstance(fmt, LatticeFormat):
+        return {
+            "packed": lattice.packed_shape(fmt, n, k),
+            "lattice": (lattice.RECORD_BYTES,),
+            "signs_in": (signs_bytes(fmt.transform, k, tuned=tuned),),
+            "signs_out": (signs_bytes(fmt.transform, n, tuned=tuned),),
+        }
+    shapes: dict[str, tuple[int, ...]] = {"packed": affine.packed_shape(fmt, n, k)}
+    second = affine.scale_shape(fmt, n, k)
+    return shapes if second is None else shapes | {"scale": second}
+
+
 def check(w: PackedWeight, name: str = "weight") -> None:
     """Raise ShapeError unless the tensors of `w` fit each other and its shape."""
     n, k = w.shape
     if w.packed.dtype != torch.uint8:
         raise ShapeError(f"{name}: packed codes are {w.packed.dtype}, the format stores uint8")
-    fmt = w.format
-    expected = affine.packed_shape(fmt, n, k)
-    if tuple(w.packed.shape) != expected:
+    if len({part is None for part in (w.lattice, w.signs_in, w.signs_out)}) > 1:
         raise ShapeError(
-            f"{name}: packed codes are {list(w.packed.shape)}, a [{n}, {k}] matrix needs {list(expected)}"
+            f"{name}: a part of its lattice format is missing; lattice, signs_in, signs_out come together"
         )
-    if w.scale is not None and (w.scale.dtype, tuple(w.scale.shape)) != (
-        torch.uint8,
-        affine.scale_shape(fmt, n, k),
-    ):
-        raise ShapeError(
-            f"{name}: second-level scales are {w.scale.dtype} {list(w.scale.shape)}, a [{n}, {k}] matrix needs "
-            f"torch.uint8 {affine.scale_shape(fmt, n, k)}"
-        )
+    tuned = w.signs_in is not None and w.signs_in.numel() == 2 * k
+    expected = stored_shapes(w.format, n, k, tuned=tuned)
+    for suffix in ("packed", "scale", "lattice", "signs_in", "signs_out"):
+        part, shape = getattr(w, suffix), expected.get(suffix)
+        found = None if part is None else (part.dtype, tuple(part.shape))
+        if found != (None if shape is None else (torch.uint8, shape)):
+            has = "absent" if part is None else f"{part.dtype} {list(part.shape)}"
+            needs = "none" if shape is None else f"torch.uint8 {list(shape)}"
+            raise ShapeError(f"{name}: {suffix} is {has}, a [{n}, {k}] matrix in {w.format} needs {needs}")
     if (w.lra is None) != (w.lrb is None):
         raise ShapeError(f"{name}: one compensator factor is missing; both or none belong to a matrix")
     if w.lra is None or w.lrb is None:
@@ -158,12 +188,34 @@ def low_rank_bytes(compensator: str, rank: int, n: int, k: int) -> int:
     return values * (2 if compensator == "fp16" else 1)
 
 
+def spins(w: PackedWeight) -> tuple[Spin, Spin]:
+    """The transforms T_in and T_out of a weight in a lattice format."""
+    assert w.lattice is not None
+    assert w.signs_in is not None
+    assert w.signs_out is not None
+    transform = lattice.read_record(w.lattice).format.transform
+    n, k = w.shape
+    return read_signs(w.signs_in, transform, k), read_signs(w.signs_out, transform, n)
+
+
+def rotated(w: PackedWeight) -> Tensor:
+    """What the codes of a weight in a lattice format stand for, in rotated coordinates: [N, K] fp32."""
+    assert w.lattice is not None
+    return lattice.decode(w.packed, lattice.read_record(w.lattice), w.shape)
+
+
 def dequantize(w: PackedWeight) -> Tensor:
-    """The matrix that a packed weight stands for: dequant(codes) + U V.
+    """The matrix that a packed weight stands for: dequant(codes) + U V, or T_out^T decode(codes) T_in + U V.
 
     returns: [N, K] fp32
     """
-    base = affine.decode(w.packed, w.scale, w.format, w.shape)
+    if w.lattice is not None:
+        spin_in, spin_out = spins(w)
+        base = spin_out.adjoint(spin_in.adjoint(rotated(w)).T.contiguous()).T.contiguous()
+    else:
+        fmt = w.format
+        assert isinstance(fmt, Format)
+        base = affine.decode(w.packed, w.scale, fmt, w.shape)
     if w.lra is None or w.lrb is None:
         return base
     n, k = w.shape

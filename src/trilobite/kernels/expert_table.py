@@ -1,9 +1,10 @@
 """Where the parts of every expert lie: one slab of bytes and one table, the arguments of the `experts` operator.
 
 The slab is a 1-D uint8 tensor that holds all experts of a layer, usually a view of the mapped checkpoint file; the
-table [E, 3, 10] int64 (projections gate, up, down; columns as in `Column`) says where each part starts and how it is
+table [E, 3, 16] int64 (projections gate, up, down; columns as in `Column`) says where each part starts and how it is
 encoded. So experts of one layer may differ in format and rank, one operator call needs two tensors instead of
-thousands, and native kernels get plain pointers. Gate rows of experts without a gate have `packed` = -1.
+thousands, and native kernels get plain pointers. Gate rows of experts without a gate have `packed` = -1; rows of
+affine formats have -1 in the columns from `lattice` on.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError
-from trilobite.formats.affine import packed_shape, scale_shape
-from trilobite.formats.weight import PackedWeight, compensator_of, factor_shape
-from trilobite.recipe import COMPENSATORS, Format
+from trilobite.formats.lattice import DIM
+from trilobite.formats.weight import PackedWeight, compensator_of, factor_shape, stored_shapes
+from trilobite.recipe import CODEBOOKS, COMPENSATORS, TRANSFORMS, AnyFormat, Format, LatticeFormat
 
 
 class Column(IntEnum):
@@ -31,6 +32,12 @@ class Column(IntEnum):
     GROUP = 7
     SYMMETRIC = 8
     DOUBLE_QUANT = 9
+    LATTICE = 10
+    SIGNS_IN = 11
+    SIGNS_OUT = 12
+    TUNED = 13
+    CODEBOOK = 14
+    TRANSFORM = 15
 
 
 GATE, UP, DOWN = 0, 1, 2
@@ -41,7 +48,7 @@ def build(experts: Sequence[tuple[PackedWeight | None, PackedWeight, PackedWeigh
 
     When the parts already lie in one storage (a mapped file, or an earlier slab) the slab is a view of it and nothing
     is copied; otherwise they are copied, expert by expert, each part at a multiple of 64 bytes.
-    returns: slab [bytes] uint8, table [E, 3, 10] int64 on the CPU
+    returns: slab [bytes] uint8, table [E, 3, 16] int64 on the CPU
     """
     parts = [t for e in experts for w in e if w is not None for t in w.tensors().values()]
     storages = {t.untyped_storage().data_ptr() for t in parts}
@@ -82,29 +89,45 @@ def _row(w: PackedWeight, offset_of: dict[int, int]) -> list[int]:
     fmt = w.format
     offsets = [-1 if t is None else offset_of[id(t)] for t in (w.packed, w.scale, w.lra, w.lrb)]
     rank_bits = 0 if w.lra is None else COMPENSATORS[compensator_of(w.lra)]
-    return [*offsets, w.rank, rank_bits, fmt.bits, fmt.group, int(fmt.symmetric), int(fmt.double_quant)]
+    if isinstance(fmt, LatticeFormat):
+        assert w.lattice is not None
+        assert w.signs_in is not None
+        assert w.signs_out is not None
+        tuned = int(w.signs_in.numel() == 2 * w.shape[1])
+        places = [offset_of[id(t)] for t in (w.lattice, w.signs_in, w.signs_out)]
+        kind = [CODEBOOKS.index(fmt.codebook), TRANSFORMS.index(fmt.transform)]
+        return [*offsets, w.rank, rank_bits, fmt.bits, DIM, 0, 0, *places, tuned, *kind]
+    return [
+        *offsets,
+        w.rank,
+        rank_bits,
+        fmt.bits,
+        fmt.group,
+        int(fmt.symmetric),
+        int(fmt.double_quant),
+        *6 * [-1],
+    ]
+
+
+def has_lattice(table: Tensor) -> bool:
+    """Whether any matrix of a table is in a lattice format. table: [E, 3, 16] int64."""
+    return table.shape[-1] > Column.LATTICE and bool((table[..., Column.LATTICE] >= 0).any())
 
 
 def expert_weight(slab: Tensor, row: Tensor, shape: tuple[int, int]) -> PackedWeight | None:
     """The packed weight [N, K] that a table row describes, as views of the slab; None where packed = -1.
 
-    slab: [bytes] uint8    row: [10] int64
+    slab: [bytes] uint8    row: [16] int64
     Raises ShapeError when a part reaches past the end of the slab.
     """
     r = [int(v) for v in row]
     if r[Column.PACKED] < 0:
         return None
     n, k = shape
-    fmt = Format(
-        bits=r[Column.BITS],
-        group=r[Column.GROUP],
-        symmetric=bool(r[Column.SYMMETRIC]),
-        double_quant=bool(r[Column.DOUBLE_QUANT]),
-    )
-    scale = scale_shape(fmt, n, k)
-    weight = {"packed": _part(slab, r[Column.PACKED], packed_shape(fmt, n, k), torch.uint8)}
-    if scale is not None:
-        weight["scale"] = _part(slab, r[Column.SCALE], scale, torch.uint8)
+    shapes = stored_shapes(_format(r), n, k, tuned=r[Column.TUNED] > 0)
+    weight = {
+        suffix: _part(slab, r[Column[suffix.upper()]], part, torch.uint8) for suffix, part in shapes.items()
+    }
     if r[Column.RANK] > 0:
         kind = {bits: name for name, bits in COMPENSATORS.items()}[r[Column.RANK_BITS]]
         dtype = torch.float16 if kind == "fp16" else torch.uint8
@@ -112,6 +135,21 @@ def expert_weight(slab: Tensor, row: Tensor, shape: tuple[int, int]) -> PackedWe
             at = r[Column.LRA if key == "lra" else Column.LRB]
             weight[key] = _part(slab, at, factor_shape(kind, r[Column.RANK], length), dtype)
     return PackedWeight(shape=shape, **weight)
+
+
+def _format(r: list[int]) -> AnyFormat:
+    if r[Column.LATTICE] >= 0:
+        return LatticeFormat(
+            codebook=CODEBOOKS[r[Column.CODEBOOK]],
+            bits=r[Column.BITS],
+            transform=TRANSFORMS[r[Column.TRANSFORM]],
+        )
+    return Format(
+        bits=r[Column.BITS],
+        group=r[Column.GROUP],
+        symmetric=bool(r[Column.SYMMETRIC]),
+        double_quant=bool(r[Column.DOUBLE_QUANT]),
+    )
 
 
 def _part(slab: Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / NAME
 
 
-ABI = 2
+ABI = 3
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 

@@ -10,11 +10,16 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check
 from trilobite.kernels import cpu, reference
+from trilobite.kernels.expert_table import has_lattice
 
 _lib = torch.library.Library("trilobite", "DEF")
 _lib.define(
     "linear(Tensor x, Tensor packed, Tensor? scale, Tensor? lra, Tensor? lrb, Tensor? bias, int rows) "
     "-> Tensor"
+)
+_lib.define(
+    "lattice_linear(Tensor x, Tensor packed, Tensor lattice, Tensor signs_in, Tensor signs_out, Tensor? lra, "
+    "Tensor? lrb, Tensor? bias, int rows) -> Tensor"
 )
 _lib.define(
     "experts(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor slab, Tensor table, "
@@ -40,6 +45,44 @@ def _linear_fake(
     x: Tensor,
     packed: Tensor,
     scale: Tensor | None,
+    lra: Tensor | None,
+    lrb: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+def _lattice_linear(
+    x: Tensor,
+    packed: Tensor,
+    lattice: Tensor,
+    signs_in: Tensor,
+    signs_out: Tensor,
+    lra: Tensor | None,
+    lrb: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+) -> Tensor:
+    w = PackedWeight(
+        shape=(rows, x.shape[-1]),
+        packed=packed,
+        lattice=lattice,
+        signs_in=signs_in,
+        signs_out=signs_out,
+        lra=lra,
+        lrb=lrb,
+    )
+    check(w)
+    return reference.linear(x, w, bias)
+
+
+def _lattice_linear_fake(
+    x: Tensor,
+    packed: Tensor,
+    lattice: Tensor,
+    signs_in: Tensor,
+    signs_out: Tensor,
     lra: Tensor | None,
     lrb: Tensor | None,
     bias: Tensor | None,
@@ -94,16 +137,18 @@ def _experts_cpu(
     intermediate: int,
     activation: str,
 ) -> Tensor:
-    run = cpu.experts if activation in cpu.ACTIVATIONS else _experts
+    run = cpu.experts if activation in cpu.ACTIVATIONS and not has_lattice(table) else _experts
     return run(x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation)
 
 
 _lib.impl("linear", _linear, "CompositeExplicitAutograd")
+_lib.impl("lattice_linear", _lattice_linear, "CompositeExplicitAutograd")
 _lib.impl("experts", _experts, "CompositeExplicitAutograd")
 if cpu.available():
     _lib.impl("linear", cpu.linear, "CPU")
     _lib.impl("experts", _experts_cpu, "CPU")
 torch.library.register_fake("trilobite::linear", _linear_fake, lib=_lib)
+torch.library.register_fake("trilobite::lattice_linear", _lattice_linear_fake, lib=_lib)
 torch.library.register_fake("trilobite::experts", _experts_fake, lib=_lib)
 
 
@@ -115,6 +160,10 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """
     if x.shape[-1] != w.shape[1]:
         raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={w.shape[1]}")
+    if w.lattice is not None:
+        return torch.ops.trilobite.lattice_linear(  # type: ignore[no-any-return]
+            x, w.packed, w.lattice, w.signs_in, w.signs_out, w.lra, w.lrb, bias, w.shape[0]
+        )
     return torch.ops.trilobite.linear(x, w.packed, w.scale, w.lra, w.lrb, bias, w.shape[0])  # type: ignore[no-any-return]
 
 

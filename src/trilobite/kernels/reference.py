@@ -1,4 +1,8 @@
-"""The oracle: both operators in plain PyTorch and float32. Slow, short, and what every fast kernel is tested against."""
+"""The oracle: both operators in plain PyTorch and float32. Slow, short, and what every fast kernel is tested against.
+
+Weights in a lattice format are multiplied in rotated coordinates (QuIP# Algorithm 2): rotate x, multiply by what the
+codes stand for, rotate back. `dequantize` gives the same matrix in plain coordinates.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +12,8 @@ from torch.nn.functional import linear as dense_linear
 from transformers.activations import ACT2FN
 
 from trilobite.errors import ArchitectureError
-from trilobite.formats.weight import PackedWeight, dequantize
+from trilobite.formats.incoherence import Spin
+from trilobite.formats.weight import PackedWeight, decode_factor, dequantize, rotated, spins
 from trilobite.kernels.expert_table import DOWN, GATE, UP, expert_weight
 
 GPT_OSS = "gpt_oss"
@@ -20,8 +25,75 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
 
     x: [..., K] bf16 | fp16 | fp32    w: [N, K]    bias: [N] or None    returns: [..., N] in x.dtype
     """
-    y = dense_linear(x.float(), dequantize(w), None if bias is None else bias.float())
-    return y.to(x.dtype)
+    xf = x.float()
+    if w.lattice is None:
+        y = dense_linear(xf, dequantize(w))
+    else:
+        spin_in, spin_out = spins(w)
+        y = spin_out.adjoint(dense_linear(spin_in.forward(xf), rotated(w))) + _low_rank(xf, w)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _low_rank(x: Tensor, w: PackedWeight) -> Tensor | float:
+    """x (U V)^T. x: [..., K] fp32    returns: [..., N] fp32, or 0 without a compensator."""
+    if w.lra is None or w.lrb is None:
+        return 0.0
+    n, k = w.shape
+    return dense_linear(x, decode_factor(w.lrb, k)) @ decode_factor(w.lra, n)
+
+
+class _Inputs:
+    """x [T, H] fp32, and x rotated: once for all the weights that rotate it alike."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self._rotated: dict[tuple[str, bytes], Tensor] = {}
+
+    def times(self, w: PackedWeight, token: Tensor) -> Tensor:
+        """The rows `token` of x W^T."""
+        if w.lattice is None:
+            return linear(self.x[token], w)
+        spin_in, spin_out = spins(w)
+        key = _key(spin_in, w.signs_in)
+        if key not in self._rotated:
+            self._rotated[key] = spin_in.forward(self.x)
+        y = spin_out.adjoint(dense_linear(self._rotated[key][token], rotated(w)))
+        return y + _low_rank(self.x[token], w)
+
+
+class _Outputs:
+    """A sum of y [T, H] fp32; terms that are rotated back alike are rotated back once, in `total`."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._plain = torch.zeros_like(like)
+        self._rotated: dict[tuple[str, bytes], tuple[Spin, Tensor]] = {}
+
+    def add(self, h: Tensor, w: PackedWeight, token: Tensor, weight: Tensor) -> None:
+        """Add weight * h W^T to the rows `token`. h: [M, I] fp32    weight: [M, 1]."""
+        if w.lattice is None:
+            self._plain.index_add_(0, token, linear(h, w) * weight)
+            return
+        spin_in, spin_out = spins(w)
+        _, total = self._rotated.setdefault(
+            _key(spin_out, w.signs_out), (spin_out, torch.zeros_like(self._plain))
+        )
+        total.index_add_(0, token, dense_linear(spin_in.forward(h), rotated(w)) * weight)
+        if w.rank:
+            self._plain.index_add_(0, token, _low_rank(h, w) * weight)
+
+    def add_bias(self, bias: Tensor, token: Tensor, weight: Tensor) -> None:
+        """Add weight * bias to the rows `token`. bias: [H]."""
+        self._plain.index_add_(0, token, bias.float() * weight)
+
+    def total(self) -> Tensor:
+        """[T, H] fp32."""
+        return self._plain + sum(spin.adjoint(y) for spin, y in self._rotated.values())
+
+
+def _key(spin: Spin, signs: Tensor | None) -> tuple[str, bytes]:
+    """Equal where two transforms are."""
+    assert signs is not None
+    return spin.transform, signs.cpu().numpy().tobytes()
 
 
 def gate_fn(name: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -63,8 +135,8 @@ def experts(
     returns: [T, H] in x.dtype
     """
     hidden = x.shape[1]
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    xf, act = x.float(), gate_fn(activation)
+    inputs, act = _Inputs(x.float()), gate_fn(activation)
+    outputs = _Outputs(inputs.x)
     for e in range(table.shape[0]):
         token, slot = torch.where(top_k_index == e)
         if token.numel() == 0:
@@ -74,12 +146,13 @@ def experts(
         down = expert_weight(slab, table[e, DOWN], (hidden, intermediate))
         assert up is not None
         assert down is not None
-        rows = xf[token]
-        gate_bias, up_bias = (None, None) if gate_up_bias is None else gate_up_bias[e].chunk(2)
+        weight = top_k_weights[token, slot, None].float()
+        gate_bias, up_bias = (0.0, 0.0) if gate_up_bias is None else gate_up_bias[e].float().chunk(2)
         if gate is None:
-            h = ACT2FN[activation](linear(rows, up))
+            h = ACT2FN[activation](inputs.times(up, token))
         else:
-            h = act(linear(rows, gate, gate_bias), linear(rows, up, up_bias))
-        y = linear(h, down, None if down_bias is None else down_bias[e])
-        out.index_add_(0, token, y * top_k_weights[token, slot, None].float())
-    return out.to(x.dtype)
+            h = act(inputs.times(gate, token) + gate_bias, inputs.times(up, token) + up_bias)
+        outputs.add(h, down, token, weight)
+        if down_bias is not None:
+            outputs.add_bias(down_bias[e], token, weight)
+    return outputs.total().to(x.dtype)

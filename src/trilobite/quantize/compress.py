@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import trilobite
 from trilobite.checkpoint.packed import FORMAT_VERSION, PARTIAL, REPORT, PackedWriter, Unit
-from trilobite.checkpoint.roles import identify, read_matrix
+from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CalibrationError, DestinationError, RecipeError, WeightError
 from trilobite.formats.weight import PackedWeight, dequantize
@@ -26,10 +27,12 @@ from trilobite.kernels import cpu_quantize
 from trilobite.quantize.calibration import Calibration
 from trilobite.quantize.gptq import METHODS as GPTQ_METHODS
 from trilobite.quantize.gptq import gptq
+from trilobite.quantize.hessian import relative_loss
+from trilobite.quantize.ldlq import quantize_lattice
 from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
-from trilobite.recipe import CALIBRATED_METHODS, Recipe, needs_calibration
+from trilobite.recipe import CALIBRATED_METHODS, Format, LatticeFormat, Recipe, needs_calibration
 
 if TYPE_CHECKING:
     from trilobite.quantize.calibrated import Calibrator
@@ -372,24 +375,56 @@ def quantize_line(
     Raises WeightError for NaN, infinite or out-of-range weights, CalibrationError for a useless Hessian.
     """
     assert line.format is not None
+    if line.method in CALIBRATED_METHODS:
+        assert hessian is not None, f"{line.matrix.name}: {line.method} without a Hessian"
+    lattice = isinstance(line.format, LatticeFormat)
+    seed = _seed(_without_expert(line.matrix) if lattice else line.matrix.name)
+    input_seed = _seed(input_name(line.matrix))
     compensation = Compensation(
         rank=line.rank,
         compensator=recipe.compensator,
         iterations=recipe.iterations,
-        seed=int.from_bytes(hashlib.sha256(line.matrix.name.encode()).digest()[:4], "little"),
+        seed=seed,
+        input_seed=input_seed,
     )
+    record: dict[str, Any] = {}
     if line.method in GPTQ_METHODS:
-        assert hessian is not None, f"{line.matrix.name}: {line.method} without a Hessian"
+        assert hessian is not None
+        assert isinstance(line.format, Format)
         against = gptq(w, line.format, line.method, hessian, compensation if line.rank else None)
-        return against.weight, {
-            "error": float(f"{against.error:.6g}"),
-            "proxy": float(f"{against.proxy:.6g}"),
-        }
-    if not line.rank:
+        packed, error = against.weight, against.error
+    elif line.rank:
+        result = milo(w, line.format, line.method, compensation, hessian)
+        packed, error = result.weight, result.error
+        record["iterations"] = len(result.errors)
+    elif isinstance(line.format, LatticeFormat):
+        packed, error = quantize_lattice(
+            w, line.format, method=line.method, hessian=hessian, seed=seed, input_seed=input_seed
+        )
+    else:
         packed, error = quantize_measured(w, line.format, line.method)
-        return packed, {"error": float(f"{error:.6g}")}
-    result = milo(w, line.format, line.method, compensation)
-    return result.weight, {"iterations": len(result.errors), "error": float(f"{result.error:.6g}")}
+    record["error"] = float(f"{error:.6g}")
+    if hessian is not None:
+        record["proxy"] = float(f"{relative_loss(w, dequantize(packed), hessian):.6g}")
+    return packed, record
+
+
+def _without_expert(m: Matrix) -> str:
+    """A matrix's name without the number of its expert."""
+    return re.sub(r"\.experts\.\w*?\d+\.", ".experts.", m.name)
+
+
+def input_name(m: Matrix) -> str:
+    """What matrices with the same input have in common: the path of the module around them, without the expert.
+
+    So q, k and v rotate their input alike, gate and up too, and these of all experts of a layer: the input is rotated
+    once for all. Down projections share the name, too, and need nothing of it.
+    """
+    return _without_expert(m).removesuffix(".weight").rpartition(".")[0]
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
 
 
 def _named(line: PlanLine, call: Callable[[], Any]) -> Any:
@@ -406,6 +441,8 @@ def _memory(line: PlanLine, source: Source) -> int:
     mapped = numel * max(1, DTYPES[source.tensors[line.matrix.source].dtype].itemsize)
     n, k = line.matrix.shape if len(line.matrix.shape) == 2 else (numel, 1)
     low_rank = 4 * numel + 16 * (line.rank + 32) * (n + k) if line.rank else 0
+    if isinstance(line.format, LatticeFormat):
+        low_rank += 12 * numel  # the whole matrix is rotated; its codes are 64-bit while they are found
     converted = 4 * numel if line.matrix.view.scale or line.matrix.view.transposed else 0
     # H and four copies to factor it; weights, codes, errors.
     against = 20 * k * k + 12 * numel if _calibrated(line) else 0

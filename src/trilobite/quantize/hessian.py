@@ -97,3 +97,12 @@ def weighted_error(e: Tensor, h: Tensor) -> float:
         band = e[first : first + step]
         total += float(torch.dot((band @ h).flatten(), band.flatten()))
     return total
+
+
+def relative_loss(w: Tensor, w_hat: Tensor, h: Tensor) -> float:
+    """The loss of a quantized matrix over that of a matrix of zeros: tr((W - W_hat) H (W - W_hat)^T) / tr(W H W^T).
+
+    w: [N, K] any float dtype    w_hat: [N, K] fp32    h: [K, K] fp32
+    """
+    whole = weighted_error(w.float(), h)
+    return max(weighted_error(w.float() - w_hat, h), 0.0) / whole if whole > 0 else 0.0

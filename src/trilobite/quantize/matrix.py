@@ -12,9 +12,10 @@ from trilobite.formats.bitpack import ROWS
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import cpu_quantize
 from trilobite.quantize.hqq import hqq
+from trilobite.quantize.ldlq import quantize_lattice
 from trilobite.quantize.rtn import rtn
 from trilobite.quantize.search import STEPS, search
-from trilobite.recipe import Format
+from trilobite.recipe import AnyFormat, Format, LatticeFormat
 
 Line = tuple[Tensor, Tensor | None]
 METHODS: dict[str, Callable[[Tensor, Format], Line]] = {"rtn": rtn, "search": search, "hqq": hqq}
@@ -119,7 +120,7 @@ class Tiles:
         return float((self._error / self._total) ** 0.5) if self._total else 0.0
 
 
-def quantize(w: Tensor, fmt: Format, method: str) -> PackedWeight:
+def quantize(w: Tensor, fmt: AnyFormat, method: str) -> PackedWeight:
     """Quantize a matrix without a compensator.
 
     w: [N, K] any float dtype    returns: packed weight of the same shape
@@ -128,8 +129,10 @@ def quantize(w: Tensor, fmt: Format, method: str) -> PackedWeight:
     return quantize_measured(w, fmt, method)[0]
 
 
-def quantize_measured(w: Tensor, fmt: Format, method: str) -> tuple[PackedWeight, float]:
+def quantize_measured(w: Tensor, fmt: AnyFormat, method: str) -> tuple[PackedWeight, float]:
     """As `quantize`; also returns the relative error |W - W_dq|_F / |W|_F."""
+    if isinstance(fmt, LatticeFormat):
+        return quantize_lattice(w, fmt, method=method)
     n, k = w.shape
     tiles = Tiles(fmt, (n, k), w.device)
     for rows in bands(n, k):

@@ -1,16 +1,24 @@
 """MiLo's Algorithm 1 on one matrix: alternate the quantizer and the low-rank compensator."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from trilobite.formats.weight import PackedWeight, decode_factor
+from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
 from trilobite.quantize.compensator import fit_factor, quantize_factor, quantize_factors
+from trilobite.quantize.ldlq import quantize_lattice
 from trilobite.quantize.lowrank import truncated_svd
-from trilobite.quantize.matrix import Tiles, bands, check_finite, quantize_band, sum_of_squares
-from trilobite.recipe import Format
+from trilobite.quantize.matrix import (
+    Tiles,
+    bands,
+    check_finite,
+    quantize_band,
+    relative_error,
+    sum_of_squares,
+)
+from trilobite.recipe import AnyFormat, Format, LatticeFormat
 
 WINDOW = 3
 TOLERANCE = 1e-4
@@ -38,34 +46,42 @@ class MiloResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Compensation:
-    """What to add to a quantized matrix. rank: of U V    compensator: its format    iterations: cap (paper: 20)."""
+    """What to add to a quantized matrix. rank: of U V    compensator: its format    iterations: cap (paper: 20).
+
+    seed: of the SVD, and of the transform of the outputs    input_seed: of that of the inputs (lattice formats)
+    """
 
     rank: int
     compensator: str = "int3"
     iterations: int = 20
     seed: int = 0
+    input_seed: int = 0
 
 
 Factors = tuple[Tensor, Tensor]
 """U [N, R] and V [R, K], fp32."""
 
 
-def milo(w: Tensor, fmt: Format, method: str, compensation: Compensation) -> MiloResult:
+def milo(
+    w: Tensor, fmt: AnyFormat, method: str, compensation: Compensation, hessian: Tensor | None = None
+) -> MiloResult:
     """Jointly optimise codes and compensator (Algorithm 1), quantize the compensator, refit the codes against it.
 
     Iteration t quantizes W - U V (eq. 4-9; or a least-squares search in their place), decomposes the residual
     W - W_dq (eq. 10-12) and measures eq. 14; it stops by eq. 15, at the cap, or on divergence, and the best iterate
     is kept. The factors are then stored (eq. 13) and the codes found once more for W minus the *stored* U V.
 
-    w: [N, K] any float dtype    Raises WeightError for NaN, infinite or out-of-range weights.
+    w: [N, K] any float dtype    hessian: [K, K] fp32, for ldlq, which finds the last codes; before them nothing but
+    the error of the weights counts    Raises WeightError for NaN, infinite or out-of-range weights.
     """
+    draft = "search" if method == "ldlq" else method
     norm = math.sqrt(sum(sum_of_squares(check_finite(w[rows].float())) for rows in bands(*w.shape)))
     work = torch.empty(w.shape, device=w.device)
     best: Factors | None = None
     last: Factors | None = None
     errors: list[float] = []
     for _ in range(compensation.iterations):
-        residual = _draft(w, fmt, method, last, work)
+        residual = _draft(w, fmt, draft, last, work, compensation)
         start = None if last is None else last[1]
         u, v, energy = truncated_svd(work, compensation.rank, seed=compensation.seed, start=start)
         last = u, v
@@ -75,9 +91,12 @@ def milo(w: Tensor, fmt: Format, method: str, compensation: Compensation) -> Mil
         if converged(errors):
             break
     assert best is not None
-    lra, lrb = _stored_factors(w, fmt, method, best, compensation.compensator, work)
+    lra, lrb = _stored_factors(w, fmt, draft, best, compensation, work)
     del work, last
-    weight, error = _final(w, fmt, method, lra, lrb)
+    if isinstance(fmt, LatticeFormat):
+        weight, error = _final_lattice(w, fmt, method, (lra, lrb), compensation, hessian)
+    else:
+        weight, error = _final(w, fmt, method, lra, lrb)
     return MiloResult(weight=weight, error=error, errors=errors, best=errors.index(min(errors)))
 
 
@@ -89,9 +108,21 @@ def converged(errors: list[float]) -> bool:
     return before - now <= TOLERANCE * before
 
 
-def _draft(w: Tensor, fmt: Format, method: str, factors: Factors | None, work: Tensor) -> float:
+def _draft(
+    w: Tensor,
+    fmt: AnyFormat,
+    method: str,
+    factors: Factors | None,
+    work: Tensor,
+    compensation: Compensation,
+) -> float:
     """Quantize W - U V band by band, leave E = W - W_dq in `work`; returns |E|_F^2."""
     total = 0.0
+    if isinstance(fmt, LatticeFormat):  # its transform mixes all rows
+        target = w.float() if factors is None else torch.addmm(w.float(), *factors, alpha=-1)
+        packed, _ = _rotate_and_round(target, fmt, method, compensation)
+        torch.sub(w, dequantize(packed), out=work)
+        return sum(sum_of_squares(work[rows]) for rows in bands(*w.shape))
     for rows in bands(*w.shape):
         original = w[rows].float()
         target = (
@@ -105,10 +136,11 @@ def _draft(w: Tensor, fmt: Format, method: str, factors: Factors | None, work: T
 
 
 def _stored_factors(
-    w: Tensor, fmt: Format, method: str, factors: Factors, compensator: str, work: Tensor
+    w: Tensor, fmt: AnyFormat, method: str, factors: Factors, compensation: Compensation, work: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Store U and V; 3-bit ones lose enough in it that fitting them to the residual again, in turn, pays."""
     n, k = w.shape
+    compensator = compensation.compensator
     lra, lrb = quantize_factors(*factors, compensator)
     if compensator != "int3":
         return lra, lrb
@@ -116,14 +148,14 @@ def _stored_factors(
     least = math.inf
     for step in range(REFITS + 1):
         u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
-        energy = _draft(w, fmt, method, (u, v), work)
+        energy = _draft(w, fmt, method, (u, v), work, compensation)
         error = energy - _explained(work, u, v)
         if error < least:
             least, best = error, (lra, lrb)
         if step < REFITS:
             lra = quantize_factor(fit_factor(v @ work.T, v @ v.T), compensator)
             u = decode_factor(lra, n).T
-            _draft(w, fmt, method, (u, v), work)
+            _draft(w, fmt, method, (u, v), work, compensation)
             lrb = quantize_factor(fit_factor(u.T @ work, u.T @ u), compensator)
     return best
 
@@ -145,3 +177,26 @@ def _final(w: Tensor, fmt: Format, method: str, lra: Tensor, lrb: Tensor) -> tup
         tiles.put(rows, quantize_band(torch.addmm(original, u[rows], v, alpha=-1), fmt, method), original)
     weight = PackedWeight(shape=(n, k), packed=tiles.packed, scale=tiles.scale, lra=lra, lrb=lrb)
     return weight, tiles.relative_error
+
+
+def _rotate_and_round(
+    w: Tensor, fmt: LatticeFormat, method: str, compensation: Compensation, hessian: Tensor | None = None
+) -> tuple[PackedWeight, float]:
+    seeds = {"seed": compensation.seed, "input_seed": compensation.input_seed}
+    return quantize_lattice(w, fmt, method=method, hessian=hessian, **seeds)
+
+
+def _final_lattice(
+    w: Tensor,
+    fmt: LatticeFormat,
+    method: str,
+    factors: tuple[Tensor, Tensor],
+    compensation: Compensation,
+    hessian: Tensor | None,
+) -> tuple[PackedWeight, float]:
+    """`_final` for a lattice format. factors: as stored."""
+    (n, k), (lra, lrb) = w.shape, factors
+    target = torch.addmm(w.float(), decode_factor(lra, n).T, decode_factor(lrb, k), alpha=-1)
+    packed, _ = _rotate_and_round(target, fmt, method, compensation, hessian)
+    weight = replace(packed, lra=lra, lrb=lrb)
+    return weight, relative_error(w, weight)

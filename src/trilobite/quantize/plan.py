@@ -10,15 +10,17 @@ import torch
 from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.errors import RecipeError, ShapeError
-from trilobite.formats.affine import packed_shape, scale_shape
 from trilobite.formats.bitpack import BLOCK
-from trilobite.formats.weight import factor_shape
+from trilobite.formats.incoherence import fitting_transform
+from trilobite.formats.lattice import DIM
+from trilobite.formats.weight import factor_shape, stored_shapes
 from trilobite.quantize import ranks
 from trilobite.quantize.stats import kurtosis
 from trilobite.recipe import (
     BODY_ROLES,
     COMPENSATORS,
-    Format,
+    AnyFormat,
+    LatticeFormat,
     Recipe,
     Role,
     parse_policies,
@@ -52,7 +54,7 @@ class PlanLine:
     """What happens to one tensor. format None = kept, and `note` says why; rank 0 = no compensator."""
 
     matrix: Matrix
-    format: Format | None
+    format: AnyFormat | None
     method: str = ""
     rank: int = 0
     note: str = ""
@@ -143,19 +145,16 @@ def _line(source: Source, m: Matrix, recipe: Recipe) -> PlanLine:
     if m.role is Role.HEAD and text_config(source).get("tie_word_embeddings"):
         return _kept(source, m, "tied to the embedding")
     n, k = m.shape
-    fmt, note = _fitting(rule.format, k)
+    fmt, note = _fitting(rule.format, n, k)
     if fmt is None:
         if m.role is Role.EXPERT:
-            raise ShapeError(
-                f"{m.name}: K={k} is not a multiple of {BLOCK}, the smallest group; pass --keep expert to keep the "
-                "experts in 16 bit"
-            )
+            raise ShapeError(f"{m.name}: {note}; pass --keep expert to keep the experts in 16 bit")
         return _kept(source, m, note)
-    stored = [StoredTensor(name=f"{m.name}_packed", dtype="U8", shape=packed_shape(fmt, n, k))]
-    second = scale_shape(fmt, n, k)
-    if second:
-        stored.append(StoredTensor(name=f"{m.name}_scale", dtype="U8", shape=second))
-    return PlanLine(matrix=m, format=fmt, method=rule.method, note=note, stored=tuple(stored))
+    stored = tuple(
+        StoredTensor(name=f"{m.name}_{suffix}", dtype="U8", shape=shape)
+        for suffix, shape in stored_shapes(fmt, n, k).items()
+    )
+    return PlanLine(matrix=m, format=fmt, method=rule.method, note=note, stored=stored)
 
 
 def _whole_tensors(source: Source, lines: Sequence[PlanLine]) -> list[PlanLine]:
@@ -184,8 +183,17 @@ def _whole_tensors(source: Source, lines: Sequence[PlanLine]) -> list[PlanLine]:
     return result
 
 
-def _fitting(fmt: Format, k: int) -> tuple[Format | None, str]:
-    """The format itself, or with the largest smaller group that divides K; None when none does."""
+def _fitting(fmt: AnyFormat, n: int, k: int) -> tuple[AnyFormat | None, str]:
+    """The format itself, or with the largest smaller group that divides K, or the transform that there is.
+
+    None when there is none.
+    """
+    if isinstance(fmt, LatticeFormat):
+        if k % DIM:
+            return None, f"K={k} is not a multiple of {DIM}, the length of a lattice codeword"
+        transform = fitting_transform(fmt.transform, n, k)
+        note = "" if transform == fmt.transform else f"fourier: no Hadamard matrix fits [{n}, {k}]"
+        return replace(fmt, transform=transform), note
     if k % BLOCK:
         return None, f"K={k} is not a multiple of {BLOCK}, the smallest group"
     if k % fmt.group_size(k) == 0:

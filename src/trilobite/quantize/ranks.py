@@ -1,12 +1,15 @@
 """Rank policies: how much compensator every matrix gets (MiLo section 3.2.4, Table 4)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trilobite.errors import RecipeError
-from trilobite.formats.affine import packed_shape, scale_shape
-from trilobite.formats.weight import low_rank_bytes
-from trilobite.recipe import DENSE_ROLES, Format, Role
+from trilobite.formats.weight import low_rank_bytes, stored_shapes
+from trilobite.recipe import DENSE_ROLES, AnyFormat, Format, Role
+
+EIGHT_BITS = Format(bits=8, group=0)
+"""The next wider format after the widest lattice format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +96,21 @@ def share(scores: Sequence[float], caps: Sequence[int], average: int) -> list[in
     return ranks
 
 
-def weight_bytes(fmt: Format, n: int, k: int) -> int:
+def weight_bytes(fmt: AnyFormat, n: int, k: int) -> int:
     """Bytes of codes and metadata of an [n, k] matrix."""
-    bands, groups, tile = packed_shape(fmt, n, k)
-    second = scale_shape(fmt, n, k)
-    return bands * groups * tile + (second[0] * second[1] * second[2] if second else 0)
+    return sum(math.prod(shape) for shape in stored_shapes(fmt, n, k).values())
 
 
-def rank_cap(fmt: Format, compensator: str, n: int, k: int, *, capped: bool) -> int:
+def rank_cap(fmt: AnyFormat, compensator: str, n: int, k: int, *, capped: bool) -> int:
     """Largest rank that is useful: below N K / (N + K), and cheaper than the next wider format when `capped`."""
     limit = max(n * k // (n + k), 1)
     if not capped:
         return min(n, k)
-    wider = {2: 3, 3: 4, 4: 8}.get(fmt.bits)
-    if wider is None:
+    bits = {2: 3, 3: 4, 4: 8}.get(fmt.bits)
+    if bits is None:
         return 0
-    spare = weight_bytes(replace(fmt, bits=wider), n, k) - weight_bytes(fmt, n, k)
+    wider = replace(fmt, bits=bits) if bits < 8 or isinstance(fmt, Format) else EIGHT_BITS
+    spare = weight_bytes(wider, n, k) - weight_bytes(fmt, n, k)
     return min(limit, spare // low_rank_bytes(compensator, 1, n, k))
 
 

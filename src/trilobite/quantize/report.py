@@ -9,8 +9,10 @@ import torch
 
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import Source
+from trilobite.formats.bitpack import ROWS
+from trilobite.formats.weight import low_rank_bytes, stored_shapes
 from trilobite.quantize.stats import kurtosis, residual_rank
-from trilobite.recipe import BODY_ROLES, Format, Role
+from trilobite.recipe import BODY_ROLES, Format, LatticeFormat, Role, parse_format
 
 Rows = Sequence[Mapping[str, Any]]
 """Tensors as `quantize.plan.describe` writes them: in `Plan.to_dict()["tensors"]` and in trilobite.json."""
@@ -146,6 +148,74 @@ def scarce(rows: Rows) -> list[tuple[str, str, int, float]]:
         for (where, tokens), parts in found.items()
     ]
     return sorted(table, key=lambda row: (row[2], row[0]))
+
+
+PARTS = ("codes", "scales", "signs", "compensator", "padding")
+"""Where the bytes of a packed matrix go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """Bits per weight of the quantized matrices of one role and format (QuIP# section F.1).
+
+    bits: by part of PARTS: codes of the weights themselves; scales and offsets, of a lattice format its record;
+    sign vectors of the transforms; compensators; codes of the rows that fill the last tile
+    """
+
+    role: str
+    format: str
+    weights: int
+    bits: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bits per weight on disk."""
+        return sum(self.bits.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        parts = {name: round(value, 6) for name, value in self.bits.items()}
+        return {"role": self.role, "format": self.format, "weights": self.weights, **parts}
+
+
+def account(rows: Rows) -> list[Account]:
+    """Where the bits go, by role and format. Raises RecipeError for a format that this release does not know."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    weights: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        if "format" in row:
+            key = row["role"], row["format"]
+            weights[key] += torch.Size(row["shape"]).numel()
+            found.setdefault(key, Counter()).update(_parts(row))
+    order = [r.value for r in Role]
+    return [
+        Account(
+            role=key[0],
+            format=key[1],
+            weights=weights[key],
+            bits={part: 8 * found[key][part] / weights[key] for part in PARTS},
+        )
+        for key in sorted(found, key=lambda k: (order.index(k[0]), k[1]))
+    ]
+
+
+def _parts(row: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes of one packed matrix by part; what the formulas leave over are signs, tuned or not."""
+    n, k = row["shape"]
+    fmt = parse_format(row["format"])
+    shapes = {suffix: torch.Size(shape).numel() for suffix, shape in stored_shapes(fmt, n, k).items()}
+    bands = -(-n // ROWS)
+    parts = {
+        "codes": n * k * fmt.bits / 8,
+        "padding": (bands * ROWS - n) * k * fmt.bits / 8,
+        "compensator": low_rank_bytes(row["compensator"], row["rank"], n, k) if row["rank"] else 0,
+    }
+    if isinstance(fmt, LatticeFormat):
+        parts["scales"] = shapes["lattice"]
+        parts["signs"] = row["bytes"] - sum(parts.values())
+    else:
+        parts["scales"] = shapes["packed"] + shapes.get("scale", 0) - parts["codes"] - parts["padding"]
+    return parts
 
 
 def slowest(records: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]:
