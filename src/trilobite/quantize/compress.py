@@ -375,8 +375,6 @@ def quantize_line(
     Raises WeightError for NaN, infinite or out-of-range weights, CalibrationError for a useless Hessian.
     """
     assert line.format is not None
-    if line.method in CALIBRATED_METHODS:
-        assert hessian is not None, f"{line.matrix.name}: {line.method} without a Hessian"
     lattice = isinstance(line.format, LatticeFormat)
     seed = _seed(_without_expert(line.matrix) if lattice else line.matrix.name)
     input_seed = _seed(input_name(line.matrix))
@@ -389,7 +387,7 @@ def quantize_line(
     )
     record: dict[str, Any] = {}
     if line.method in GPTQ_METHODS:
-        assert hessian is not None
+        assert hessian is not None, f"{line.matrix.name}: {line.method} without a Hessian"
         assert isinstance(line.format, Format)
         against = gptq(w, line.format, line.method, hessian, compensation if line.rank else None)
         packed, error = against.weight, against.error
