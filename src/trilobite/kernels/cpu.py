@@ -219,6 +219,37 @@ def _factors(
     return lra, lrb, _rank_bits(tuple(lra.shape), tuple(lrb.shape), half, n, k)
 
 
+def matrix(
+    packed: Tensor, scale: Tensor | None, lra: Tensor | None, lrb: Tensor | None, shape: tuple[int, int]
+) -> tuple[native.Matrix, tuple[Tensor | None, ...]]:
+    """A stored matrix [N, K] as the library takes it, and the tensors that its addresses belong to.
+
+    Raises ShapeError when the parts do not fit each other or the shape.
+    """
+    rows, k = shape
+    packed = _dense(packed, "linear: packed", torch.uint8)
+    scale_size = None
+    if scale is not None:
+        scale = _dense(scale, "linear: scale", torch.uint8)
+        scale_size = tuple(scale.shape)
+    bits, group, symmetric, double = _format(tuple(packed.shape), rows, k, scale_size)
+    lra, lrb, rank_bits = _factors(lra, lrb, rows, k)
+    rank = 0 if lra is None else lra.shape[0]
+    parts = (packed, scale, lra, lrb)
+    addresses = (None if t is None else t.data_ptr() for t in parts)
+    return native.Matrix(*addresses, rows, k, rank, rank_bits, bits, group, symmetric, double), parts
+
+
+def linear_bias(bias: Tensor | None, rows: int) -> tuple[Tensor | None, int]:
+    """A bias [rows] ready for the library, and the number of its element type. Raises ShapeError."""
+    if bias is None:
+        return None, 0
+    bias, dtype = _dense(bias, "linear: bias"), _dtype(bias, "linear: bias")
+    if bias.shape != (rows,):
+        raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{rows}]")
+    return bias, dtype
+
+
 def linear(
     x: Tensor,
     packed: Tensor,
@@ -229,51 +260,26 @@ def linear(
     rows: int,
 ) -> Tensor:
     """`torch.ops.trilobite.linear` on the CPU. x: [..., K]    returns: [..., rows] in x.dtype."""
-    dtype, k = _dtype(x, "linear: x"), x.shape[-1]
-    x, packed = _dense(x, "linear: x"), _dense(packed, "linear: packed", torch.uint8)
-    shape = None
-    if scale is not None:
-        scale = _dense(scale, "linear: scale", torch.uint8)
-        shape = tuple(scale.shape)
-    bits, group, symmetric, double = _format(tuple(packed.shape), rows, k, shape)
-    lra, lrb, rank_bits = _factors(lra, lrb, rows, k)
-    bias_dtype = 0
-    if bias is not None:
-        bias, bias_dtype = _dense(bias, "linear: bias"), _dtype(bias, "linear: bias")
-        if bias.shape != (rows,):
-            raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{rows}]")
+    w, _parts = matrix(packed, scale, lra, lrb, (rows, x.shape[-1]))
+    bias, bias_dtype = linear_bias(bias, rows)
+    return run_linear(x, ctypes.addressof(w), rows, None if bias is None else bias.data_ptr(), bias_dtype)
+
+
+def run_linear(x: Tensor, w: int, rows: int, bias: int | None, bias_dtype: int) -> Tensor:
+    """Multiply by a matrix that is checked already. w: address of its `native.Matrix`    bias: address, or None."""
+    dtype = _dtype(x, "linear: x")
+    x = _dense(x, "linear: x")
     y = x.new_empty((*x.shape[:-1], rows))
-    w = native.Matrix(
-        packed.data_ptr(),
-        None if scale is None else scale.data_ptr(),
-        None if lra is None else lra.data_ptr(),
-        None if lrb is None else lrb.data_ptr(),
-        rows,
-        k,
-        0 if lra is None else lra.shape[0],
-        rank_bits,
-        bits,
-        group,
-        symmetric,
-        double,
-    )
     assert _lib is not None
+    tokens = x.numel() // x.shape[-1]
     if _lib.trilobite_linear(
-        x.data_ptr(),
-        dtype,
-        x.numel() // k,
-        ctypes.addressof(w),
-        None if bias is None else bias.data_ptr(),
-        bias_dtype,
-        y.data_ptr(),
-        _digits,
-        _threads(),
+        x.data_ptr(), dtype, tokens, w, bias, bias_dtype, y.data_ptr(), _digits, _threads()
     ):
         _raise()
     return y
 
 
-def _check_routing(x: Tensor, index: Tensor, weights: Tensor, table: Tensor) -> None:
+def _check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
     if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         raise ShapeError(
             f"experts: x is {list(x.shape)}, top_k_index {list(index.shape)}, top_k_weights "
@@ -281,10 +287,6 @@ def _check_routing(x: Tensor, index: Tensor, weights: Tensor, table: Tensor) -> 
         )
     if index.dtype not in (torch.int64, torch.int32):
         raise ShapeError(f"experts: top_k_index is {index.dtype}, expected int64 or int32")
-    if table.dim() != 3 or table.shape[1:] != (3, len(Column)) or table.dtype != torch.int64:
-        raise ShapeError(
-            f"experts: table is {list(table.shape)} {table.dtype}, expected [E, 3, {len(Column)}] int64"
-        )
 
 
 def _bias(bias: Tensor | None, shape: tuple[int, int], name: str) -> Tensor | None:
@@ -310,47 +312,70 @@ def experts(
 
     returns: [T, H] in x.dtype
     """
-    _check_routing(x, top_k_index, top_k_weights, table)
+    layer, _parts = experts_layer(
+        slab, table, gate_up_bias, down_bias, (x.shape[-1], intermediate), activation
+    )
+    return run_experts(x, top_k_index, top_k_weights, layer)
+
+
+def experts_layer(
+    slab: Tensor,
+    table: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    sizes: tuple[int, int],
+    activation: str,
+) -> tuple[native.ExpertsArgs, tuple[Tensor | None, ...]]:
+    """All that a call of `experts` says of the layer, and the tensors that its addresses belong to.
+
+    sizes: (H, I)    Raises ShapeError or ArchitectureError.
+    """
     if activation not in ACTIVATIONS:
         raise ArchitectureError(
             f"activation {activation!r} is not one of the CPU engine: {', '.join(ACTIVATIONS)}"
         )
-    (tokens, hidden), active, count = x.shape, top_k_index.shape[1], table.shape[0]
-    x, index = _dense(x, "experts: x"), _dense(top_k_index, "experts: top_k_index")
-    weights = _dense(top_k_weights, "experts: top_k_weights")
+    if table.dim() != 3 or table.shape[1:] != (3, len(Column)) or table.dtype != torch.int64:
+        raise ShapeError(
+            f"experts: table is {list(table.shape)} {table.dtype}, expected [E, 3, {len(Column)}] int64"
+        )
+    (hidden, intermediate), count = sizes, table.shape[0]
     slab, table = _dense(slab, "experts: slab", torch.uint8), _dense(table, "experts: table")
     gate_up_bias = _bias(gate_up_bias, (count, 2 * intermediate), "gate_up_bias")
     down_bias = _bias(down_bias, (count, hidden), "down_bias")
     if gate_up_bias is not None and down_bias is not None and gate_up_bias.dtype != down_bias.dtype:
         gate_up_bias, down_bias = gate_up_bias.float(), down_bias.float()
     some_bias = gate_up_bias if gate_up_bias is not None else down_bias
-    dtype, weights_dtype = _dtype(x, "experts: x"), _dtype(weights, "experts: top_k_weights")
-    if tokens == 0 or active == 0:
+    layer = native.ExpertsArgs(
+        slab=slab.data_ptr(),
+        table=table.data_ptr(),
+        gate_up_bias=None if gate_up_bias is None else gate_up_bias.data_ptr(),
+        down_bias=None if down_bias is None else down_bias.data_ptr(),
+        bias_dtype=0 if some_bias is None else _dtype(some_bias, "experts: bias"),
+        experts=count,
+        hidden=hidden,
+        intermediate=intermediate,
+        slab_bytes=slab.numel(),
+        activation=ACTIVATIONS[activation],
+    )
+    return layer, (slab, table, gate_up_bias, down_bias)
+
+
+def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: native.ExpertsArgs) -> Tensor:
+    """Run a layer that is checked already. `layer` stays as it is: several threads may use it at a time."""
+    _check_routing(x, top_k_index, top_k_weights)
+    if x.shape[1] != layer.hidden:
+        raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={layer.hidden}")
+    dtype, weights_dtype = _dtype(x, "experts: x"), _dtype(top_k_weights, "experts: top_k_weights")
+    x, index = _dense(x, "experts: x"), _dense(top_k_index, "experts: top_k_index")
+    weights = _dense(top_k_weights, "experts: top_k_weights")
+    if index.numel() == 0:
         return torch.zeros_like(x)
     y = torch.empty_like(x)
-    args = native.ExpertsArgs(
-        x.data_ptr(),
-        index.data_ptr(),
-        weights.data_ptr(),
-        slab.data_ptr(),
-        table.data_ptr(),
-        None if gate_up_bias is None else gate_up_bias.data_ptr(),
-        None if down_bias is None else down_bias.data_ptr(),
-        y.data_ptr(),
-        dtype,
-        weights_dtype,
-        0 if some_bias is None else _dtype(some_bias, "experts: bias"),
-        index.element_size(),
-        tokens,
-        active,
-        count,
-        hidden,
-        intermediate,
-        slab.numel(),
-        ACTIVATIONS[activation],
-        _digits,
-        _threads(),
-    )
+    args = native.ExpertsArgs.from_buffer_copy(layer)
+    args.x, args.index, args.weights = x.data_ptr(), index.data_ptr(), weights.data_ptr()
+    args.y, args.dtype, args.weights_dtype = y.data_ptr(), dtype, weights_dtype
+    args.index_bytes, (args.tokens, args.active) = index.element_size(), index.shape
+    args.digits, args.threads = _digits, _threads()
     assert _lib is not None
     if _lib.trilobite_experts(ctypes.addressof(args)):
         _raise()

@@ -1,7 +1,8 @@
 """The two operators as `torch.library` operators, and the choice of backend: the only importer of the backends.
 
 `torch.ops.trilobite.linear` and `torch.ops.trilobite.experts` have fake implementations, so `torch.compile`
-traces through them, and are inference only (no autograd).
+traces through them, and are inference only (no autograd). `bind_linear` and `bind_experts` make calls that go past them,
+for modules that run one weight again and again.
 """
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check
 from trilobite.kernels import cpu, reference
+from trilobite.kernels.cpu_bound import BoundExperts as BoundExperts
+from trilobite.kernels.cpu_bound import BoundLinear as BoundLinear
 from trilobite.kernels.expert_table import has_lattice
 
 _lib = torch.library.Library("trilobite", "DEF")
@@ -186,3 +189,32 @@ def experts(
     return torch.ops.trilobite.experts(  # type: ignore[no-any-return]
         x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation
     )
+
+
+def bind_linear(w: PackedWeight, bias: Tensor | None) -> BoundLinear | None:
+    """A call x -> `linear(x, w, bias)` that checks the weight once, or None where no backend has one.
+
+    Raises ShapeError when the parts do not fit.
+    """
+    if not cpu.available() or not w.packed.is_cpu or w.lattice is not None:
+        return None
+    return BoundLinear(w, bias)
+
+
+def bind_experts(
+    slab: Tensor,
+    table: Tensor,
+    *,
+    hidden: int,
+    intermediate: int,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> BoundExperts | None:
+    """A call (x, top_k_index, top_k_weights) -> `experts(...)`, or None where no backend has one.
+
+    Raises ShapeError when the parts do not fit.
+    """
+    if not cpu.available() or not slab.is_cpu or activation not in cpu.ACTIVATIONS or has_lattice(table):
+        return None
+    return BoundExperts(slab, table, (gate_up_bias, down_bias), (hidden, intermediate), activation)

@@ -64,6 +64,7 @@ class PackedExperts(nn.Module):
         self.down_proj_bias = self.originals.get("down_proj_bias")
         self.slab: Tensor | None = None
         self.table: Tensor | None = None
+        self._bound: tuple[Tensor, ops.BoundExperts | None] | None = None
 
     def shape_of(self, name: str) -> tuple[int, int]:
         """[N, K] of an expert's matrix by its checkpoint name."""
@@ -116,6 +117,10 @@ class PackedExperts(nn.Module):
             self.gather()
         assert self.slab is not None
         assert self.table is not None
+        if type(hidden_states) is Tensor and hidden_states.is_cpu and not torch.compiler.is_compiling():
+            call = self._call(self.slab, self.table)
+            if call is not None:
+                return call(hidden_states, top_k_index, top_k_weights)
         return ops.experts(
             hidden_states,
             top_k_index,
@@ -127,6 +132,21 @@ class PackedExperts(nn.Module):
             gate_up_bias=self._gate_up_bias(),
             down_bias=self.down_proj_bias,
         )
+
+    def _call(self, slab: Tensor, table: Tensor) -> "ops.BoundExperts | None":
+        """The call bound to the slab that is in place now."""
+        if self._bound is None or self._bound[0] is not slab:
+            call = ops.bind_experts(
+                slab,
+                table,
+                hidden=self.hidden_size,
+                intermediate=self.intermediate_size,
+                activation=self.activation,
+                gate_up_bias=self._gate_up_bias(),
+                down_bias=self.down_proj_bias,
+            )
+            self._bound = (slab, call)
+        return self._bound[1]
 
     def _gate_up_bias(self) -> Tensor | None:
         """[E, 2I] with the gate's part first, also where the checkpoint alternates the two."""

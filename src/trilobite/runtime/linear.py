@@ -44,10 +44,24 @@ class PackedLinear(PackedMatrix):
         self.out_features, self.in_features = shape
         self.bias = bias
         self.register_parameter("weight", None)  # some models ask for its dtype when it is a tensor
+        self._bound: tuple[Tensor, Tensor | None, ops.BoundLinear | None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W^T + bias."""
+        if type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling():
+            call = self._call()
+            if call is not None:
+                return call(x)
         return ops.linear(x, self.packed(), self.bias)
+
+    def _call(self) -> "ops.BoundLinear | None":
+        """The call bound to the tensors that are in place now."""
+        packed, bias = self._buffers["weight_packed"], self.bias
+        bound = self._bound
+        if bound is None or bound[0] is not packed or bound[1] is not bias:
+            assert packed is not None
+            bound = self._bound = (packed, bias, ops.bind_linear(self.packed(), bias))
+        return bound[2]
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

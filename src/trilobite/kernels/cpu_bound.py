@@ -1,0 +1,62 @@
+"""Calls of the CPU engine that know their weights: everything about these is checked and laid out once.
+
+While a model decodes, megabytes of weights pass the caches between two calls, and Python code that checks shapes and
+dispatches operators runs cold: 100 microseconds and more a call, of which a warm loop shows 10. A bound call does what
+depends on the activations and no more. It holds the tensors whose addresses it knows; copies of a module, and pickles,
+get None in its place and bind again.
+"""
+
+import ctypes
+
+from torch import Tensor
+
+from trilobite.errors import ShapeError
+from trilobite.formats.weight import PackedWeight
+from trilobite.kernels import cpu
+
+
+class _Bound:
+    """Addresses belong to one process and to these tensors."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+class BoundLinear(_Bound):
+    """`cpu.linear` with one weight and bias. Raises ShapeError when these do not fit."""
+
+    def __init__(self, w: PackedWeight, bias: Tensor | None) -> None:
+        """w: [N, K]    bias: [N] or None."""
+        self._rows, self._k = w.shape
+        self._matrix, self._parts = cpu.matrix(w.packed, w.scale, w.lra, w.lrb, w.shape)
+        self._bias, self._bias_dtype = cpu.linear_bias(bias, self._rows)
+        self._address = ctypes.addressof(self._matrix)
+        self._bias_address = None if self._bias is None else self._bias.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., K] -> [..., N] in x.dtype. Raises ShapeError."""
+        if x.shape[-1] != self._k:
+            raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={self._k}")
+        return cpu.run_linear(x, self._address, self._rows, self._bias_address, self._bias_dtype)
+
+
+class BoundExperts(_Bound):
+    """`cpu.experts` with one layer. Raises ShapeError or ArchitectureError when its parts do not fit."""
+
+    def __init__(
+        self,
+        slab: Tensor,
+        table: Tensor,
+        biases: tuple[Tensor | None, Tensor | None],
+        sizes: tuple[int, int],
+        activation: str,
+    ) -> None:
+        """slab, table: see `expert_table`    biases: gate_up [E, 2I] and down [E, H]    sizes: (H, I)."""
+        self._layer, self._parts = cpu.experts_layer(slab, table, *biases, sizes, activation)
+
+    def __call__(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H] in x.dtype. Raises ShapeError."""
+        return cpu.run_experts(x, top_k_index, top_k_weights, self._layer)
