@@ -87,7 +87,8 @@ def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[Tensor, Tensor
                     _fill_factor(slab[at : at + size].view(factor_shape("int3", rank, length)))
                     at += size
             bits = COMPENSATORS["int3"]
-            data[e, p] = torch.tensor([*offsets, rank, bits, fmt.bits, fmt.group, 0, 0])
+            row = [*offsets, rank, bits, fmt.bits, fmt.group, 0, 0]  # and nothing of a lattice
+            data[e, p, : len(row)] = torch.tensor(row)
     return slab, data, per_expert
 
 

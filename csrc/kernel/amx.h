@@ -6,6 +6,8 @@
 // segment has an activation scale of its own, so C leaves its tile more often.
 
 constexpr int PANEL = 512;          // columns decoded at a time; they stay in the first-level cache
+// Bytes ahead, into the second-level cache: the first-level one is full of the panel and its activations.
+constexpr int PANEL_PREFETCH = 6144;
 constexpr int MAX_STRETCHES = PANEL / BLOCK;
 constexpr int TOKENS_A_PASS = 256;  // tokens per decoded panel: what belongs to them stays in the second-level cache
 constexpr int PARTS_FROM = 6;       // tokens; in exact mode the digits of fewer fit one tile
@@ -68,7 +70,7 @@ template <int BITS> static inline void store_bf16(uint8_t *out, __m512i codes, _
 template <int BITS> static inline void decode_stretch(const uint8_t *codes, int width, bool bf16, uint8_t *out) {
   const __m512i table = _mm512_loadu_si512(WHOLE_NUMBERS);
   for (int b = 0; b < width; b += BLOCK, codes += BITS * 64) {
-    for (int j = 0; j < BITS; j++) __builtin_prefetch(codes + PREFETCH + 64 * j, 0, 3);
+    for (int j = 0; j < BITS; j++) __builtin_prefetch(codes + PANEL_PREFETCH + 64 * j, 0, 2);
     Isa::Bytes c[8];
     decode<BITS>(codes, c);
     UNROLL
