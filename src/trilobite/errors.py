@@ -9,6 +9,7 @@
     ├── WeightError (ValueError)           weights that cannot be quantized: NaN, infinite, out of range
     ├── DestinationError (OSError)         the place to write to is full, occupied, or made by something else
     ├── EvaluationError (ValueError)       a text or task that cannot be measured
+    ├── DeviceError (RuntimeError)         a GPU that is too old or has too little memory
     └── MissingExtraError (ImportError)    an optional dependency is not installed
 
 Each message says what was found, the rule, and what to do. The command line prints it as one line and exits with
@@ -50,6 +51,10 @@ class DestinationError(TrilobiteError, OSError):
 
 class EvaluationError(TrilobiteError, ValueError):
     """A text or a task cannot be measured."""
+
+
+class DeviceError(TrilobiteError, RuntimeError):
+    """A GPU is too old or has too little memory."""
 
 
 class MissingExtraError(TrilobiteError, ImportError):
