@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 triton_interpreter.install()
 
 # fp32: sums in another order. fp16: one rounding of the result. bf16: the interpreter rounds towards zero.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3}
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3}
 DOT = Tile(tokens=1, dot=True, block_n=32, block_m=16, splits=1, warps=4, stages=1)
 LANES = replace(DOT, dot=False, block_m=1)
 
@@ -123,7 +123,7 @@ def test_leading_dimensions_and_no_rows_at_all() -> None:
     w = packed_weight(20, 64, "int3-g64")
     x = _x(2, 2, 64)
     assert _linear(x, w, DOT).shape == (2, 2, 20)
-    assert relative_error(_linear(x.transpose(0, 1), w, DOT), reference.linear(x.transpose(0, 1), w)) < 2e-6
+    assert relative_error(_linear(x.transpose(0, 1), w, DOT), reference.linear(x.transpose(0, 1), w)) < 3e-6
     assert _linear(x[:0], w, DOT).shape == (0, 2, 20)
 
 

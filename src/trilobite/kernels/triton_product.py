@@ -63,7 +63,7 @@ def _tile_slots(
         expert = tl.load(p_index + tile).to(tl.int32)
         expert = tl.where((expert >= 0) & (expert < E), expert, E)
         slot = tile + m * 0
-        mask = (m == 0) & (expert < E)
+        mask = m < tl.where(expert < E, 1, 0)
     else:
         e = tl.arange(0, EP)
         last_tile = tl.load(p_tiles + e, mask=e < E, other=2147483647)
@@ -73,7 +73,7 @@ def _tile_slots(
         first_tile = tl.where(known > 0, tl.load(p_tiles + before), 0)
         first_slot = tl.where(known > 0, tl.load(p_ends + before), 0)
         at = first_slot + (tile - first_tile) * BLOCK_M + m
-        mask = (at < tl.load(p_ends + known)) & (expert < E)
+        mask = at < tl.where(expert < E, tl.load(p_ends + known), 0)
         slot = tl.load(p_order + at, mask=mask, other=0)
     return expert, slot, mask
 

@@ -63,7 +63,7 @@ def combine(
     for a in range(0, A):
         slot = t * A + a
         expert = tl.load(p_index + slot).to(tl.int32)
-        inside = (n < N) & (expert >= 0) & (expert < E)
+        inside = n < tl.where((expert >= 0) & (expert < E), N, 0)
         part = tl.zeros((BLOCK,), tl.float32)
         for split in tl.static_range(SPLITS):
             part += tl.load(p_parts + (split * S + slot) * N + n, mask=inside, other=0.0)
