@@ -36,19 +36,9 @@ from trilobite.kernels.triton_layout import Place, coding
 from trilobite.kernels.triton_linear import linear
 from trilobite.recipe import Format
 
-FORMATS = (
-    "int2-g64",
-    "int3-g64",
-    "int3-g64-sym",
-    "int3-g32",
-    "int3-g128",
-    "int4-g64",
-    "int4-channel-sym",
-    "int8-channel-sym",
-    "int8-g64",
-)
-"""What the recipes use, and the elephants paper's per-channel formats."""
-RANKS = ((0, "int3"), (32, "int3"), (32, "int8"))
+PRESETS = ("int3-g64", "int2-g64", "int4-g64", "int8-g64", "int4-channel-sym", "int8-channel-sym")
+"""Formats of the presets, and the per-channel ones of the elephants paper."""
+OTHERS = ("int3-g64-sym", "int3-g32", "int3-g128", "int2-g32", "int3-channel", "int4-g32-sym")
 TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -129,6 +119,7 @@ def record(arch: str, fmt: Format, rank: int, kind: str, dtype: torch.dtype) -> 
     ):
         w = meta_weight(HIDDEN, INTERMEDIATE, fmt, rank, kind)
         slab, places, spec = meta_pack([w], 1)
+        linear_pack = (slab, places, None, spec)
         for rows in tokens_of("linear", arch):
             linear(
                 torch.empty((rows, INTERMEDIATE), dtype=dtype, device="meta"),
@@ -146,6 +137,18 @@ def record(arch: str, fmt: Format, rank: int, kind: str, dtype: torch.dtype) -> 
             index = torch.empty((tokens, ACTIVE), dtype=torch.int64, device="meta")
             weights = torch.empty((tokens, ACTIVE), dtype=dtype, device="meta")
             experts(x, index, weights, slab, places, None, None, INTERMEDIATE, "silu", spec)
+        lanes = triton_tuning.CANDIDATES["lanes"] if (str(fmt), rank) == ("int3-g64", 0) else ()
+        for tile in lanes:
+            with triton_tuning.forcing({"linear": tile, "gate_up": tile, "down": tile}):
+                linear(
+                    torch.empty((tile.block_m, INTERMEDIATE), dtype=dtype, device="meta"),
+                    *linear_pack,
+                    HIDDEN,
+                )
+                if tile.block_m == 1 and tile.block_n == 64:
+                    experts(
+                        x[:1], index[:1], weights[:1], slab, places, None, None, INTERMEDIATE, "silu", spec
+                    )
     yield from found
 
 
@@ -206,8 +209,8 @@ def _run(*command: object) -> str:
 def _per_weight(v: Variant, code: str) -> float:
     """Instructions of the longest loop that no other loop contains, by the weights that a thread decodes in it."""
     constants = dict(v.constants)
-    if v.kernel not in ("product", "gate_up"):
-        return 0.0
+    if v.kernel not in ("product", "gate_up") or constants["RANK_BITS"]:
+        return 0.0  # with a compensator, the longest loop is another one
     label, at, loops = {}, [], []
     for line in code.splitlines():
         if found := re.match(r"\s*(\.L_x_\d+):", line):
@@ -246,7 +249,7 @@ def rows_of(done: list[tuple[Variant, str, Report]]) -> list[tuple[str, ...]]:
     for (kernel, form, tile, arch), reports in sorted(
         worst.items(), key=lambda item: [str(k) for k in item[0]]
     ):
-        weights = sorted(r.per_weight for r in reports)
+        weights = sorted(r.per_weight for r in reports if r.per_weight) or [0.0]
         rows.append(
             (
                 kernel,
@@ -263,21 +266,33 @@ def rows_of(done: list[tuple[Variant, str, Report]]) -> list[tuple[str, ...]]:
     return rows
 
 
+def cases(quick: bool, everything: bool) -> list[tuple[str, int, str, torch.dtype]]:
+    """(format, rank, compensator, type) to compile for."""
+    found = [("int3-g64", 0, "int3", torch.bfloat16)]
+    if quick:
+        return found
+    found += [("int3-g64", 32, "int3", torch.bfloat16), ("int3-g64", 0, "int3", torch.float16)]
+    found += [(fmt, 0, "int3", torch.bfloat16) for fmt in PRESETS[1:]]
+    if everything:
+        for dtype in (torch.bfloat16, torch.float16):
+            found += [(fmt, 0, "int3", dtype) for fmt in (*PRESETS, *OTHERS)]
+            found += [(fmt, 32, kind, dtype) for fmt in PRESETS for kind in ("int3", "int8", "fp16")]
+    return list(dict.fromkeys(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="80,89,90")
     parser.add_argument("--quick", action="store_true", help="INT3 g64 in bf16 only")
+    parser.add_argument("--all", action="store_true", help="other formats, fp16, INT8 compensators: hours")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     jobs: dict[tuple[Variant, str], None] = {}
     for arch in arguments.arch.split(","):
-        for name in FORMATS[1:2] if arguments.quick else FORMATS:
-            for rank, kind in RANKS[:2] if arguments.quick or name != "int3-g64" else RANKS:
-                for dtype in (torch.bfloat16,) if arguments.quick else (torch.bfloat16, torch.float16):
-                    jobs |= dict.fromkeys(
-                        (v, arch) for v in record(arch, Format.parse(name), rank, kind, dtype)
-                    )
+        for fmt, rank, kind, dtype in cases(arguments.quick, arguments.all):
+            jobs |= dict.fromkeys((v, arch) for v in record(arch, Format.parse(fmt), rank, kind, dtype))
+    print(f"{len(jobs)} variants", flush=True)
     with ProcessPoolExecutor(arguments.jobs) as pool:
         done = list(pool.map(_compile, jobs, chunksize=4))
     header = (

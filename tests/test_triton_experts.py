@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 triton_interpreter.install()
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # h is rounded too
-DOT = Tile(tokens=1, dot=True, block_n=32, block_m=16, splits=1, warps=4, stages=1)
+DOT = Tile(tokens=1, dot=True, block_n=64, block_m=16, splits=1, warps=4, stages=1)
 LANES = replace(DOT, dot=False, block_m=1)
 H, I = 64, 96  # noqa: E741
 Weights = list[tuple[PackedWeight | None, PackedWeight, PackedWeight]]

@@ -136,7 +136,7 @@ def test_experts_of_different_formats_form_classes() -> None:
 
 
 def test_groups_that_no_kernel_knows_are_refused() -> None:
-    with pytest.raises(ShapeError, match="groups of 96 columns.*--group-size 64"):
+    with pytest.raises(ShapeError, match=r"groups of 96 columns.*--group-size 64"):
         repack([[packed_weight(16, 192, "int3-g96")]])
     triton_layout.check_format(Format(bits=3, group=96), 96)  # one group a row is any number of columns
 

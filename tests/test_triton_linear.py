@@ -22,7 +22,7 @@ triton_interpreter.install()
 
 # fp32: sums in another order. fp16: one rounding of the result. bf16: the interpreter rounds towards zero.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3}
-DOT = Tile(tokens=1, dot=True, block_n=32, block_m=16, splits=1, warps=4, stages=1)
+DOT = Tile(tokens=1, dot=True, block_n=64, block_m=16, splits=1, warps=4, stages=1)
 LANES = replace(DOT, dot=False, block_m=1)
 
 
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(DeviceError, match="Tesla T4 has compute capability 7.5.*8.0.*device='cpu'"):
+    with pytest.raises(DeviceError, match=r"Tesla T4 has compute capability 7.5.*8.0.*device='cpu'"):
         ops.gpu_layout(torch.device("cuda"))
 
 

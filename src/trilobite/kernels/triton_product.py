@@ -43,7 +43,7 @@ WORDS, META, U_WORDS, U_META, V_WORDS, V_META, RANK, CLASS, COLUMNS = (
     tl.constexpr(7),
     tl.constexpr(8),
 )
-BLOCK_R = tl.constexpr(32)
+BLOCK_R = tl.constexpr(16)
 """Ranks of a compensator that are added at a time."""
 SUMS_FROM = tl.constexpr(64)
 """From so many slots a tile, sums over groups of activations come from `sums` instead of from a product with ones."""
@@ -217,7 +217,7 @@ def _add_compensator(
         r = block * BLOCK_R + tl.arange(0, BLOCK_R)
         u = factor_tile(p_words, p_meta, r, R, n0, BITS, BLOCK_N)
         z = tl.zeros((BLOCK_R, slot.shape[0]), tl.float32)
-        for s in tl.static_range(Z_SPLITS):
+        for s in tl.range(0, Z_SPLITS, num_stages=1):  # not unrolled: registers are scarce here
             at = (s * S + slot).to(tl.int64)[None, :] * R_MAX + r[:, None]
             z += tl.load(p_z + at, mask=mask[None, :] & (r[:, None] < R), other=0.0)
         if DOT:

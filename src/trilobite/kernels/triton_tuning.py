@@ -40,6 +40,30 @@ class Tile:
     stages: int
 
 
+def _tile(dot: bool, block_n: int, block_m: int, warps: int, stages: int) -> Tile:
+    return Tile(
+        tokens=1 << 30, dot=dot, block_n=block_n, block_m=block_m, splits=0, warps=warps, stages=stages
+    )
+
+
+CANDIDATES = {
+    "lanes": tuple(_tile(False, n, m, 4, 2) for n, m in ((128, 1), (64, 1), (64, 2))),
+    "small": tuple(
+        _tile(True, n, m, w, s)
+        for m in (8, 16)
+        for n, w, s in ((32, 1, 4), (64, 2, 4), (64, 2, 6), (64, 4, 4), (128, 4, 4), (128, 4, 3))
+    ),
+    "large": (
+        *(_tile(True, n, 32, w, s) for n, w, s in ((64, 4, 3), (64, 4, 4), (64, 8, 3))),
+        *(_tile(True, n, 64, w, s) for n, w, s in ((64, 8, 3), (64, 4, 3), (128, 8, 3), (128, 8, 4))),
+    ),
+}
+"""What `trilobite bench --tune` tries: without tensor cores for 1 and 2 rows, up to 16 rows, and above.
+
+The form without tensor cores decodes 6 to 7 instructions a weight, the other one 2.5 to 3 (docs/gpu.md): a GPU with
+little bandwidth for its clock may still prefer it, so it is tried, and the defaults do without it.
+"""
+
 Table = dict[str, tuple[Tile, ...]]
 _forced: dict[str, Tile] = {}
 _pretended: tuple[str, ...] | None = None
