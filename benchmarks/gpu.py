@@ -306,7 +306,8 @@ def main() -> None:
 
     started, device = time.perf_counter(), torch.device("cuda")
     bandwidth, peak = copy_bandwidth(device), matmul_peak(device)
-    limits = f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s, bf16 {peak / 1e12:.0f} TFLOP/s, commit {_commit()}"
+    rates = f"copy {bandwidth / 1e9:.0f} GB/s, bf16 {peak / 1e12:.0f} TFLOP/s"
+    limits = f"{torch.cuda.get_device_name()}, commit {_commit()}: {rates}"
     print(limits, flush=True)
     tokens = (1, 16, 128) if arguments.quick else TOKENS
     mixtral = MixtralConfig(

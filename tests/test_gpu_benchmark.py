@@ -1,4 +1,4 @@
-"""What of benchmarks/gpu.py, `trilobite bench` and doctor runs without a GPU; and one compilation for each architecture."""
+"""What of benchmarks/gpu.py, `trilobite bench` and doctor runs without a GPU; and compilations ahead of time."""
 
 import importlib
 import json

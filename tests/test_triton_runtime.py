@@ -12,10 +12,11 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from trilobite.errors import CheckpointError
+from trilobite.errors import CheckpointError, DeviceError
 from trilobite.kernels import ops, reference, triton_tuning
 from trilobite.kernels.triton_tuning import Tile
 from trilobite.runtime import linear as runtime_linear
+from trilobite.runtime import load as runtime_load
 from trilobite.runtime.experts import PackedExperts
 from trilobite.runtime.linear import PackedLinear
 
@@ -150,3 +151,17 @@ def test_the_most_particular_table_decides(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.undo()
         triton_tuning.user.cache_clear()
         triton_tuning.tiles_of.cache_clear()
+
+
+def test_a_model_too_large_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large(nn.Linear):
+        name_or_path = "folder"
+
+        def to(self, *args: object, **kwargs: object) -> "Large":
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2 * 10**6))
+    with pytest.raises(
+        DeviceError, match=r"folder: needs 0\.0 GB .* cuda has 0\.0 GB; .* less than 48%.*device='cpu'"
+    ):
+        runtime_load._to_device(Large(1023, 1024), "cuda")  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def _tile(dot: bool, block_n: int, block_m: int, warps: int, stages: int) -> Til
 
 
 CANDIDATES = {
-    "lanes": tuple(_tile(False, n, m, 4, 2) for n, m in ((128, 1), (64, 1), (64, 2))),
+    "lanes": tuple(_tile(False, n, m, 4, 2) for n, m in ((64, 1), (64, 2))),
     "small": tuple(
         _tile(True, n, m, w, s)
         for m in (8, 16)
@@ -60,7 +60,7 @@ CANDIDATES = {
 }
 """What `trilobite bench --tune` tries: without tensor cores for 1 and 2 rows, up to 16 rows, and above.
 
-The form without tensor cores decodes 6 to 7 instructions a weight, the other one 2.5 to 3 (docs/gpu.md): a GPU with
+The form without tensor cores takes 7 to 10 instructions a weight, the other one 2.5 to 3 (docs/gpu.md): a GPU with
 little bandwidth for its clock may still prefer it, so it is tried, and the defaults do without it.
 """
 
