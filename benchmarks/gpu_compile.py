@@ -71,6 +71,7 @@ class Variant:
     aligned: tuple[str, ...]
     warps: int
     stages: int
+    registers: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +175,7 @@ def variant(call: Launch) -> Variant:
         aligned=tuple(n for n in names if n in aligned),
         warps=call.warps,
         stages=call.stages,
+        registers=call.registers,
     )
 
 
@@ -188,6 +190,8 @@ def compile_one(v: Variant, arch: str) -> Report:
         attrs={(position[n],): [["tt.divisibility", 16]] for n in v.aligned},
     )
     options = {"num_warps": v.warps, "num_stages": v.stages, "enable_fp_fusion": True}
+    if v.registers:
+        options["maxnreg"] = v.registers
     made = triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options=options)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

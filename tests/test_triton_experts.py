@@ -51,7 +51,7 @@ def compare(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(index.shape[0], H, generator=generator).to(dtype)
     share = torch.rand(index.shape, generator=generator).to(dtype)
-    gate_up = torch.randn(len(weights), 2 * I, generator=generator).to(dtype) if biases else None
+    gate_up = 5 * torch.randn(len(weights), 2 * I, generator=generator).to(dtype) if biases else None
     down = torch.randn(len(weights), H, generator=generator).to(dtype) if biases else None
     slab, table = build(weights)
     expected = reference.experts(x, index, share, slab, table, gate_up, down, I, activation)

@@ -239,7 +239,7 @@ class _Layer:
             "STAGES": tile.stages,
         }
         grid = (rows.tiles, -(-self.intermediate // tile.block_n))
-        launch(gate_up, grid, arguments, constants, tile.warps)
+        launch(gate_up, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
 
     def _gate_up_by_torch(
         self,

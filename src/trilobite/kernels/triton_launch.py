@@ -25,23 +25,44 @@ class Launch:
     constants: dict[str, Any]
     warps: int
     stages: int
+    registers: int
 
 
 _listener: Callable[[Launch], None] | None = None
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], warps: int = 4
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    *,
+    warps: int = 4,
+    registers: int = 0,
 ) -> None:
     """Run a kernel on a grid of programs. constants: its `tl.constexpr` parameters; STAGES pipelines its loop."""
     stages = constants.get("STAGES", 1)
     if _listener is not None:
-        _listener(Launch(kernel=kernel, arguments=arguments, constants=constants, warps=warps, stages=stages))
+        _listener(
+            Launch(
+                kernel=kernel,
+                arguments=arguments,
+                constants=constants,
+                warps=warps,
+                stages=stages,
+                registers=registers,
+            )
+        )
         return
     if 0 in grid:
         return
     device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options = {
+        "num_warps": warps,
+        "num_stages": stages,
+        "enable_fp_fusion": True,
+        "maxnreg": registers or None,
+    }
     if device.type == "cuda":
         with torch.cuda.device(device):
             kernel[grid](**arguments, **constants, **options)

@@ -169,7 +169,7 @@ def run_product(
         "STAGES": tile.stages,
     }
     grid = (rows.tiles, -(-job.n // tile.block_n), out.shape[1] * job.count)
-    launch(product, grid, arguments, constants, tile.warps)
+    launch(product, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
 
 
 def factor_coding(rank_bits: int) -> Coding:

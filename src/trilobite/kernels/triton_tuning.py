@@ -29,6 +29,7 @@ class Tile:
 
     tokens: it serves up to so many rows an expert    dot: on tensor cores    block_n, block_m: rows of W, slots
     splits: ranges of K that are summed apart, 0 = as many as fill the GPU    warps, stages: of Triton
+    registers: a thread may use so many, 0 = as the assembler likes; it likes 128, and at times spills to keep to that
     """
 
     tokens: int
@@ -38,6 +39,7 @@ class Tile:
     splits: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 def _tile(dot: bool, block_n: int, block_m: int, warps: int, stages: int) -> Tile:
