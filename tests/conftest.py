@@ -1,7 +1,11 @@
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+# Before anything imports Triton: its kernels are tested on the CPU, in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -124,11 +124,13 @@ def test_backends_are_imported_by_the_operators_only() -> None:
         elif name.startswith("quantize/"):
             allowed = {m for m in backends if m.startswith("trilobite.kernels.cpu_")}
         elif name.startswith("cli/") or name in ("doctor.py", "cli.py"):
-            allowed = {"trilobite.kernels.cpu"}
-        elif name.startswith("kernels/"):
-            allowed = (
-                {m for m in backends if Path(name).stem != m.rsplit(".", 1)[1]} if "cpu" in name else set()
-            )
+            allowed = {
+                f"trilobite.kernels.{m}" for m in ("cpu", "triton_bench", "triton_launch", "triton_tuning")
+            }
+        elif name.startswith("kernels/cpu"):
+            allowed = {m for m in backends if "cpu" in m}
+        elif name.startswith("kernels/triton"):
+            allowed = {m for m in backends if "triton" in m}
         assert found <= allowed, name
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 import trilobite
+from trilobite.errors import DeviceError
 from trilobite.kernels import cpu
 
-PACKAGES = ("torch", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy")
-EXTRAS = {"eval": "lm_eval", "plot": "matplotlib"}
+PACKAGES = ("torch", "triton", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy")
+EXTRAS = {"eval": "lm_eval", "plot": "matplotlib", "gpu": "triton"}
 FLAGS = (
     "avx2",
     "fma",
@@ -44,6 +45,7 @@ def examine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "read_bandwidth": _bandwidth(),
         "gpu": _gpus(),
+        "gpu_kernels": _gpu_kernels(),
         "extras": {name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()},
         "disk": {"folder": os.getcwd(), "free_GB": round(shutil.disk_usage(".").free / 1e9, 1)},
     }
@@ -119,4 +121,28 @@ def _gpus() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": p.name, "memory_GB": round(p.total_memory / 1e9, 1)} for p in properties]
+    return [
+        {
+            "name": p.name,
+            "memory_GB": round(p.total_memory / 1e9, 1),
+            "compute_capability": f"{p.major}.{p.minor}",
+        }
+        for p in properties
+    ]
+
+
+def _gpu_kernels() -> dict[str, Any]:
+    """Which operators run packed weights on the first GPU, where their tiles come from, and why."""
+    reference = "reference operators (PyTorch): slow"
+    if not torch.cuda.is_available():
+        return {"backend": "none", "reason": "torch sees no CUDA device"}
+    if importlib.util.find_spec("triton") is None:
+        return {"backend": reference, "reason": "Triton is not installed: pip install 'trilobite[gpu]'"}
+    from trilobite.kernels import triton_launch, triton_tuning
+
+    device = torch.device("cuda", 0)
+    try:
+        triton_launch.check_device(device)
+    except DeviceError as e:
+        return {"backend": "none", "reason": str(e)}
+    return {"backend": "Triton", "tiles": triton_tuning.describe(device), "reason": "Triton and a GPU found"}

@@ -10,6 +10,7 @@
     ├── DestinationError (OSError)         the place to write to is full, occupied, or made by something else
     ├── CalibrationError (ValueError)      a text, a model or activations that cannot calibrate a method
     ├── EvaluationError (ValueError)       a text or task that cannot be measured
+    ├── DeviceError (RuntimeError)         a GPU that is too old or has too little memory
     └── MissingExtraError (ImportError)    an optional dependency is not installed
 
 Each message says what was found, the rule, and what to do. The command line prints it as one line and exits with
@@ -55,6 +56,10 @@ class CalibrationError(TrilobiteError, ValueError):
 
 class EvaluationError(TrilobiteError, ValueError):
     """A text or a task cannot be measured."""
+
+
+class DeviceError(TrilobiteError, RuntimeError):
+    """A GPU is too old or has too little memory."""
 
 
 class MissingExtraError(TrilobiteError, ImportError):

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from trilobite.cli import compress, evaluate, inspect, run
+from trilobite.cli import bench, compress, evaluate, inspect, run
 from trilobite.cli.console import INTERRUPTED, note, stop
 from trilobite.errors import TrilobiteError
 
@@ -28,6 +28,7 @@ for command in (
     run.chat,
     evaluate.evaluate,
     evaluate.stats,
+    bench.bench,
     inspect.doctor,
     inspect.version,
 ):

@@ -203,12 +203,12 @@ def decode(packed: Tensor, scale: Tensor | None, fmt: Format, shape: tuple[int, 
     split = tile - _meta_bytes(fmt)
     blocks = packed[..., :split].reshape(bands, k // BLOCK, block_bytes(fmt.bits))
     codes = unpack_blocks(blocks, fmt.bits).view(bands, ROWS, groups, -1).float()
-    step, base = _read_metadata(packed[..., split:], scale, fmt)
+    step, base = read_metadata(packed[..., split:], scale, fmt)
     w = codes.mul_(step.permute(0, 2, 1)[..., None]).add_(base.permute(0, 2, 1)[..., None])
     return w.view(bands * ROWS, k)[:n]
 
 
-def _read_metadata(meta: Tensor, scale: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
+def read_metadata(meta: Tensor, scale: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
     """Metadata bytes [bands, groups, M] -> scale and offset, both [bands, groups, 16] fp32."""
     if not fmt.double_quant:
         half = meta.contiguous().view(torch.float16).float()

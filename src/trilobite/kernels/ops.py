@@ -1,9 +1,15 @@
 """The two operators as `torch.library` operators, and the choice of backend: the only importer of the backends.
 
 `torch.ops.trilobite.linear` and `torch.ops.trilobite.experts` have fake implementations, so `torch.compile`
-traces through them, and are inference only (no autograd). `bind_linear` and `bind_experts` make calls that go past them,
-for modules that run one weight again and again.
+traces through them, and are inference only (no autograd). They take weights as stored: the CPU engine runs these,
+and on a GPU the reference. `linear_gpu` and `experts_gpu` take what `repack` makes of them, the GPU layout.
+`bind_linear` and `bind_experts` make calls that go past the operators, for modules that run one weight on the CPU again
+and again.
 """
+
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +20,9 @@ from trilobite.kernels import cpu, reference
 from trilobite.kernels.cpu_bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu_bound import BoundLinear as BoundLinear
 from trilobite.kernels.expert_table import has_lattice
+
+if TYPE_CHECKING:
+    from trilobite.kernels.triton_layout import Pack as Pack
 
 _lib = torch.library.Library("trilobite", "DEF")
 _lib.define(
@@ -27,6 +36,11 @@ _lib.define(
 _lib.define(
     "experts(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor slab, Tensor table, "
     "Tensor? gate_up_bias, Tensor? down_bias, int intermediate, str activation) -> Tensor"
+)
+_lib.define("linear_gpu(Tensor x, Tensor slab, Tensor table, Tensor? bias, int[] spec, int rows) -> Tensor")
+_lib.define(
+    "experts_gpu(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor slab, Tensor table, "
+    "Tensor? gate_up_bias, Tensor? down_bias, int intermediate, str activation, int[] spec) -> Tensor"
 )
 
 
@@ -144,8 +158,58 @@ def _experts_cpu(
     return run(x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation)
 
 
+def _linear_gpu(
+    x: Tensor, slab: Tensor, table: Tensor, bias: Tensor | None, spec: Sequence[int], rows: int
+) -> Tensor:
+    from trilobite.kernels import triton_linear  # imports Triton, which takes a while and is not always there
+
+    return triton_linear.linear(x, slab, table, bias, spec, rows)
+
+
+def _linear_gpu_fake(
+    x: Tensor, slab: Tensor, table: Tensor, bias: Tensor | None, spec: Sequence[int], rows: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+def _experts_gpu(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    slab: Tensor,
+    table: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    intermediate: int,
+    activation: str,
+    spec: Sequence[int],
+) -> Tensor:
+    from trilobite.kernels import triton_experts
+
+    return triton_experts.experts(
+        x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation, spec
+    )
+
+
+def _experts_gpu_fake(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    slab: Tensor,
+    table: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    intermediate: int,
+    activation: str,
+    spec: Sequence[int],
+) -> Tensor:
+    return torch.empty_like(x)
+
+
 _lib.impl("linear", _linear, "CompositeExplicitAutograd")
 _lib.impl("lattice_linear", _lattice_linear, "CompositeExplicitAutograd")
+_lib.impl("linear_gpu", _linear_gpu, "CompositeExplicitAutograd")
+_lib.impl("experts_gpu", _experts_gpu, "CompositeExplicitAutograd")
 _lib.impl("experts", _experts, "CompositeExplicitAutograd")
 if cpu.available():
     _lib.impl("linear", cpu.linear, "CPU")
@@ -153,6 +217,8 @@ if cpu.available():
 torch.library.register_fake("trilobite::linear", _linear_fake, lib=_lib)
 torch.library.register_fake("trilobite::lattice_linear", _lattice_linear_fake, lib=_lib)
 torch.library.register_fake("trilobite::experts", _experts_fake, lib=_lib)
+torch.library.register_fake("trilobite::linear_gpu", _linear_gpu_fake, lib=_lib)
+torch.library.register_fake("trilobite::experts_gpu", _experts_gpu_fake, lib=_lib)
 
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -218,3 +284,64 @@ def bind_experts(
     if not cpu.available() or not slab.is_cpu or activation not in cpu.ACTIVATIONS or has_lattice(table):
         return None
     return BoundExperts(slab, table, (gate_up_bias, down_bias), (hidden, intermediate), activation)
+
+
+def gpu_layout(device: torch.device) -> bool:
+    """Whether weights on this device shall be repacked: it is a CUDA device, and Triton is installed.
+
+    Raises DeviceError when the GPU is too old for the kernels.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from trilobite.kernels import triton_launch
+
+    triton_launch.check_device(device)
+    return True
+
+
+def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> "Pack":
+    """Packed weights in the GPU layout: (gate, up, down) of every expert, or the one matrix of a linear layer.
+
+    Raises ShapeError for a format that the GPU kernels do not compute, DeviceError when memory does not suffice.
+    """
+    from trilobite.kernels import triton_layout
+
+    return triton_layout.repack(rows)
+
+
+def restore(pack: "Pack", shapes: Sequence[tuple[int, int]]) -> list[list[PackedWeight | None]]:
+    """The weights as stored, bit for bit (but for double quantization): inverse of `repack`."""
+    from trilobite.kernels import triton_layout
+
+    return triton_layout.restore(pack, shapes)
+
+
+def linear_gpu(x: Tensor, pack: "Pack", bias: Tensor | None, rows: int) -> Tensor:
+    """`linear` on a weight [rows, K] in the GPU layout. Raises ShapeError or DeviceError."""
+    return torch.ops.trilobite.linear_gpu(x, pack.slab, pack.table, bias, pack.spec, rows)  # type: ignore[no-any-return]
+
+
+def experts_gpu(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    pack: "Pack",
+    *,
+    intermediate: int,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """`experts` on weights in the GPU layout. Raises ShapeError, ArchitectureError or DeviceError."""
+    return torch.ops.trilobite.experts_gpu(  # type: ignore[no-any-return]
+        x,
+        top_k_index,
+        top_k_weights,
+        pack.slab,
+        pack.table,
+        gate_up_bias,
+        down_bias,
+        intermediate,
+        activation,
+        pack.spec,
+    )

@@ -1,7 +1,8 @@
 """PackedExperts: one module in the place of every `*Experts` module of transformers."""
 
 import re
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,10 @@ from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
 from trilobite.kernels.reference import GPT_OSS
-from trilobite.runtime.linear import PackedMatrix
+from trilobite.runtime.linear import PackedMatrix, check_restorable, leaves_gpu, moved
+
+if TYPE_CHECKING:
+    from trilobite.kernels.ops import Pack
 
 PROJECTIONS = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
 """Names of an expert's matrices in checkpoints."""
@@ -24,7 +28,8 @@ class PackedExperts(nn.Module):
 
     Children `0.gate_proj`, `0.up_proj`, ... have the names of the checkpoint, so that it loads and saves tensor by
     tensor, without stacking: experts may differ in format and rank. After loading, `gather` finds (or makes) the one
-    slab of bytes in which all of them lie.
+    slab of bytes in which all of them lie. On a GPU it repacks them once instead, and lets the children's buffers go:
+    the same bytes in the order of the GPU kernels; `state_dict`, and moving back to the CPU, restore them bit for bit.
 
     forward: hidden_states [T, H], top_k_index [T, A] int64, top_k_weights [T, A] -> [T, H]
     """
@@ -65,6 +70,8 @@ class PackedExperts(nn.Module):
         self.slab: Tensor | None = None
         self.table: Tensor | None = None
         self._bound: tuple[Tensor, ops.BoundExperts | None] | None = None
+        self.pack: Pack | None = None
+        self.double_quant = any("scale" in parts for named in experts.values() for parts in named.values())
 
     def shape_of(self, name: str) -> tuple[int, int]:
         """[N, K] of an expert's matrix by its checkpoint name."""
@@ -97,24 +104,96 @@ class PackedExperts(nn.Module):
         return rows
 
     def gather(self) -> None:
-        """Find the slab that all parts lie in, or copy them into one and let the buffers be views of it."""
+        """Find the slab that all parts lie in, or copy them into one and let the buffers be views of it.
+
+        On a GPU with Triton, repack them instead.
+        """
         matrices = self.matrices()
         weights: list[tuple[PackedWeight | None, PackedWeight, PackedWeight]] = [
             (None if gate is None else gate.packed(), up.packed(), down.packed())
             for gate, up, down in matrices
         ]
+        lattice = any(w is not None and w.lattice is not None for row in weights for w in row)
+        if not lattice and ops.gpu_layout(weights[0][1].packed.device):
+            self.pack, self.slab, self.table = ops.repack(weights), None, None
+            self._put([(None, None, None)] * len(weights))
+            return
         self.slab, self.table = build(weights)
-        for e, row in enumerate(matrices):
-            for p, matrix in enumerate(row):
-                if matrix is not None:
-                    weight = expert_weight(self.slab, self.table[e, p], matrix.shape)
-                    assert weight is not None
+        shapes = [[None if m is None else m.shape for m in row] for row in matrices]
+        self._put(
+            [
+                [
+                    None if s is None else expert_weight(self.slab, self.table[e, p], s)
+                    for p, s in enumerate(row)
+                ]
+                for e, row in enumerate(shapes)
+            ]
+        )
+
+    def _put(self, weights: Sequence[Sequence[PackedWeight | None]]) -> None:
+        """Let the children's buffers be those of these weights; None: let them go."""
+        for row, found in zip(self.matrices(), weights, strict=True):
+            for matrix, weight in zip(row, found, strict=True):
+                if matrix is not None and weight is not None:
                     matrix.replace(weight)
+                elif matrix is not None:
+                    matrix.clear()
+
+    def stored(self) -> list[list[PackedWeight | None]]:
+        """The weights as stored, out of the GPU layout. Raises CheckpointError where that keeps too little."""
+        assert self.pack is not None
+        check_restorable(self.double_quant)
+        up, down = (self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
+        return ops.restore(self.pack, [up, up, down])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedExperts":
+        if self.pack is not None and leaves_gpu(fn, self.pack.table):
+            self._put(self.stored())
+            self.pack = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._bound = None
+        if self.pack is not None:
+            self.pack = moved(self.pack, fn)
+        elif self.matrices()[0][1].weight_packed.device.type == "cuda":
+            self.gather()
+        return self
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The tensors under the names of the checkpoint, as stored, also when they are repacked."""
+        found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if self.pack is not None:
+            for index, (row, weights) in enumerate(zip(self._names(), self.stored(), strict=True)):
+                for name, weight in zip(row, weights, strict=True):
+                    if name is not None and weight is not None:
+                        for suffix, part in weight.tensors().items():
+                            found[f"{prefix}{index}.{name}.weight_{suffix}"] = part
+        return found
+
+    def _names(self) -> list[list[str | None]]:
+        """Checkpoint names of (gate, up, down) of every expert."""
+        rows = []
+        for index in range(self.num_experts):
+            named = {PROJECTIONS[n]: n for n, _ in self.get_submodule(str(index)).named_children()}
+            rows.append([named.get(p) for p in (GATE, UP, DOWN)])
+        return rows
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Sum over each token's experts; index E and above means no expert."""
-        if self.slab is None or self.table is None or self.slab.device != hidden_states.device:
+        if self.pack is None and (self.slab is None or self.slab.device != hidden_states.device):
             self.gather()
+        if self.pack is not None:
+            return ops.experts_gpu(
+                hidden_states,
+                top_k_index,
+                top_k_weights,
+                self.pack,
+                intermediate=self.intermediate_size,
+                activation=self.activation,
+                gate_up_bias=self._gate_up_bias(),
+                down_bias=self.down_proj_bias,
+            )
         assert self.slab is not None
         assert self.table is not None
         if type(hidden_states) is Tensor and hidden_states.is_cpu and not torch.compiler.is_compiling():

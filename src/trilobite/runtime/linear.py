@@ -1,11 +1,18 @@
 """PackedMatrix holds one packed weight as buffers; PackedLinear is the nn.Linear made of it."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 
 from trilobite.errors import CheckpointError
 from trilobite.formats.weight import SUFFIXES, PackedWeight, check
 from trilobite.kernels import ops
+
+if TYPE_CHECKING:
+    from trilobite.kernels.ops import Pack
 
 
 class PackedMatrix(nn.Module):
@@ -31,9 +38,22 @@ class PackedMatrix(nn.Module):
         for suffix in SUFFIXES:
             setattr(self, f"weight_{suffix}", getattr(w, suffix))
 
+    def clear(self) -> None:
+        """Let the buffers go: the weight lives elsewhere."""
+        for suffix in SUFFIXES:
+            setattr(self, f"weight_{suffix}", None)
+
+
+def moved(pack: "Pack", fn: Callable[[Tensor], Tensor]) -> "Pack":
+    """A pack whose tensors went through `fn`, as `nn.Module._apply` does with buffers."""
+    return replace(pack, slab=fn(pack.slab), table=fn(pack.table))
+
 
 class PackedLinear(PackedMatrix):
     """nn.Linear on a packed weight.
+
+    On a GPU the weight is repacked once, when it arrives (`settle`), and the buffers are let go: the same bytes in the
+    order of the GPU kernels. `state_dict`, and moving back to the CPU, restore the buffers bit for bit.
 
     forward: x [..., K] -> [..., N] in x.dtype
     """
@@ -45,9 +65,13 @@ class PackedLinear(PackedMatrix):
         self.bias = bias
         self.register_parameter("weight", None)  # some models ask for its dtype when it is a tensor
         self._bound: tuple[Tensor, Tensor | None, ops.BoundLinear | None] | None = None
+        self.pack: Pack | None = None
+        self.double_quant = parts.get("scale") is not None
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W^T + bias."""
+        if self.pack is not None:
+            return ops.linear_gpu(x, self.pack, self.bias, self.out_features)
         if type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling():
             call = self._call()
             if call is not None:
@@ -63,10 +87,60 @@ class PackedLinear(PackedMatrix):
             bound = self._bound = (packed, bias, ops.bind_linear(self.packed(), bias))
         return bound[2]
 
+    def settle(self) -> None:
+        """Repack a weight that has arrived on a GPU with Triton; a lattice format stays as it is."""
+        w = self.packed()
+        if self.pack is None and w.lattice is None and ops.gpu_layout(w.packed.device):
+            self.pack = ops.repack([[w]])
+            self.clear()
+
+    def stored(self) -> PackedWeight:
+        """The weight as stored, wherever it is now. Raises CheckpointError where the GPU has only the repacked one."""
+        if self.pack is None:
+            return self.packed()
+        check_restorable(self.double_quant)
+        weight = ops.restore(self.pack, [self.shape])[0][0]
+        assert weight is not None
+        return weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
+        if self.pack is not None and leaves_gpu(fn, self.pack.table):
+            self.replace(self.stored())
+            self.pack = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._bound = None
+        if self.pack is not None:
+            self.pack = moved(self.pack, fn)
+        elif self.weight_packed is not None:
+            self.settle()
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.pack is not None:
+            for suffix, part in self.stored().tensors().items():
+                destination[f"{prefix}weight_{suffix}"] = part
+
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
+        if self.pack is not None:
+            return f"{self.in_features}, {self.out_features}, GPU layout {self.pack.codings[0][0]}"
         w = self.packed()
         return f"{self.in_features}, {self.out_features}, {w.format}, rank={w.rank}"
+
+
+def leaves_gpu(fn: Callable[[Tensor], Tensor], table: Tensor) -> bool:
+    """Whether `fn` moves tensors away from CUDA devices."""
+    return table.device.type == "cuda" and fn(table[:0]).device.type != "cuda"
+
+
+def check_restorable(double_quant: bool) -> None:
+    """Raise CheckpointError for double-quantized weights: the GPU layout keeps their scales in fp16."""
+    if double_quant:
+        raise CheckpointError(
+            "double-quantized weights on a GPU do not turn back into the stored ones; load the checkpoint again with "
+            "device='cpu' to save or move it"
+        )
 
 
 def check_loaded(matrix: PackedMatrix, name: str) -> None:

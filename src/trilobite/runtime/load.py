@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from trilobite.checkpoint.packed import check_finished, check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
-from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.errors import ArchitectureError, CheckpointError, DeviceError
 from trilobite.models.deepseek import register
 
 
@@ -31,7 +31,7 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
     another device they are copied there. Never runs a checkpoint's own code.
 
     dtype: of what stays unpacked, and of the activations; default: the checkpoint's
-    Raises CheckpointError, FormatVersionError or ArchitectureError.
+    Raises CheckpointError, FormatVersionError, ArchitectureError, or DeviceError when memory does not suffice.
     """
     check_finished(Path(path_or_id))
     source = open_source(path_or_id)
@@ -59,7 +59,21 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
     if (source.path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source.path)
     model.name_or_path = str(source.path)
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    return _to_device(model, device).eval()
+
+
+def _to_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """Move a model. Raises DeviceError saying how much it needs where memory does not suffice."""
+    needed = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    try:
+        return model.to(device)  # type: ignore[no-any-return]
+    except torch.OutOfMemoryError as e:
+        total = torch.cuda.mem_get_info(device)[1]
+        raise DeviceError(
+            f"{model.name_or_path}: needs {needed / 1e9:.1f} GB and the memory of its activations, {device} has "
+            f"{total / 1e9:.1f} GB; what would fit is a recipe with less than {total / needed:.0%} of these bytes "
+            "(`trilobite plan` prints a recipe's), or device='cpu'"
+        ) from e
 
 
 @contextlib.contextmanager

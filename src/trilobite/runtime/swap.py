@@ -74,13 +74,15 @@ def _skip_initialisation(model: PreTrainedModel, path: str) -> None:
 
 
 def finish(model: nn.Module) -> None:
-    """After loading: check every packed matrix, and gather the experts of every layer."""
+    """After loading: check every packed matrix, gather the experts of every layer, repack what is on a GPU."""
     for name, module in model.named_modules():
         if isinstance(module, PackedMatrix):
             check_loaded(module, name)
     for module in model.modules():
         if isinstance(module, PackedExperts):
             module.gather()
+        elif isinstance(module, PackedLinear):
+            module.settle()
 
 
 def on_meta(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:

@@ -1,0 +1,327 @@
+"""Compile every shipped configuration of the GPU kernels, without a GPU: registers, spills, shared memory.
+
+    python benchmarks/gpu_compile.py [--arch 80,89,90] [--quick] [--markdown docs/gpu.md]
+
+The launches are recorded from calls of the operators on meta tensors (so these are the kernels that run, not a list
+that somebody keeps), one call for every tile of the tables, format and type; then Triton compiles each for each
+architecture with the assembler in its own wheel, and the machine code is taken apart. `instr/weight` counts, in the
+loop over K, the instructions that a thread executes for each weight that it decodes. Exit status 1 if anything spills.
+The last line is JSON.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from _markdown import insert, table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from trilobite.formats.affine import packed_shape, scale_shape
+from trilobite.formats.weight import PackedWeight, factor_shape
+from trilobite.kernels import triton_product, triton_routing, triton_tuning
+from trilobite.kernels.triton_experts import experts
+from trilobite.kernels.triton_launch import Launch, recording
+from trilobite.kernels.triton_layout import Place, coding
+from trilobite.kernels.triton_linear import linear
+from trilobite.recipe import Format
+
+ELEPHANTS = ("int4-channel-sym", "int8-channel-sym")
+"""The per-channel formats of the elephants paper."""
+PRESETS = ("int3-g64", "int4-g64", "int8-g64", "int2-g64")
+OTHERS = ("int3-g64-sym", "int3-g32", "int3-g128", "int2-g32", "int3-channel", "int4-g32-sym")
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+HIDDEN, INTERMEDIATE, EXPERTS, ACTIVE = 4096, 14336, 8, 2
+KERNELS = {
+    k.fn.__name__: k
+    for k in (
+        triton_product.product,
+        triton_product.gate_up,
+        triton_product.sums,
+        triton_product.reduce,
+        triton_routing.route,
+        triton_routing.combine,
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One kernel as the compiler gets it; hashable and picklable."""
+
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    warps: int
+    stages: int
+    registers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one variant became on one architecture."""
+
+    registers: int
+    spilled: int
+    shared: int
+    per_weight: float
+
+
+def meta_weight(n: int, k: int, fmt: Format, rank: int, kind: str) -> PackedWeight:
+    """A packed weight without data."""
+
+    def empty(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+    second = scale_shape(fmt, n, k)
+    low = (
+        {"lra": empty(factor_shape(kind, rank, n)), "lrb": empty(factor_shape(kind, rank, k))} if rank else {}
+    )
+    return PackedWeight(
+        shape=(n, k), packed=empty(packed_shape(fmt, n, k)), scale=second and empty(second), **low
+    )
+
+
+def meta_pack(weights: list[PackedWeight], count: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Slab, table and spec of `count` times these matrices, without data."""
+    spec = [int(v) for w in weights for v in vars(coding(w)).values()]
+    slab = torch.empty(1 << 20, dtype=torch.int32, device="meta")
+    return slab, torch.empty((count, len(weights), len(Place)), dtype=torch.int64, device="meta"), spec
+
+
+def tokens_of(operation: str, arch: str) -> list[int]:
+    """One number of rows for every tile of an operation's table."""
+    tiles, _ = triton_tuning.tiles_of(operation, (f"sm_{arch}", "default"))
+    return [min(t.tokens, 1024) for t in tiles]
+
+
+def record(arch: str, fmt: Format, rank: int, kind: str, dtype: torch.dtype) -> Iterator[Variant]:
+    """The launches of both operators at every size that the tables of an architecture distinguish."""
+    found: dict[Variant, None] = {}
+    with (
+        triton_tuning.pretending((f"sm_{arch}", "default")),
+        recording(lambda call: found.setdefault(variant(call))),
+    ):
+        w = meta_weight(HIDDEN, INTERMEDIATE, fmt, rank, kind)
+        slab, places, spec = meta_pack([w], 1)
+        linear_pack = (slab, places, None, spec)
+        for rows in tokens_of("linear", arch):
+            linear(
+                torch.empty((rows, INTERMEDIATE), dtype=dtype, device="meta"),
+                slab,
+                places,
+                None,
+                spec,
+                HIDDEN,
+            )
+        up = meta_weight(INTERMEDIATE, HIDDEN, fmt, rank, kind)
+        slab, places, spec = meta_pack([up, up, w], EXPERTS)
+        for each in (*tokens_of("gate_up", arch), *tokens_of("down", arch)):
+            tokens = max(1, each * EXPERTS // ACTIVE) if each > 1 else 1
+            x = torch.empty((tokens, HIDDEN), dtype=dtype, device="meta")
+            index = torch.empty((tokens, ACTIVE), dtype=torch.int64, device="meta")
+            weights = torch.empty((tokens, ACTIVE), dtype=dtype, device="meta")
+            experts(x, index, weights, slab, places, None, None, INTERMEDIATE, "silu", spec)
+        lanes = triton_tuning.CANDIDATES["lanes"] if (str(fmt), rank) == ("int3-g64", 0) else ()
+        for tile in lanes:
+            with triton_tuning.forcing({"linear": tile, "gate_up": tile, "down": tile}):
+                linear(
+                    torch.empty((tile.block_m, INTERMEDIATE), dtype=dtype, device="meta"),
+                    *linear_pack,
+                    HIDDEN,
+                )
+                if tile.block_m == 1 and tile.block_n == 64:
+                    experts(
+                        x[:1], index[:1], weights[:1], slab, places, None, None, INTERMEDIATE, "silu", spec
+                    )
+    yield from found
+
+
+def variant(call: Launch) -> Variant:
+    """What Triton's launcher would make of the arguments: types, alignment, integers that are one."""
+    signature, constants, aligned = {}, dict(call.constants), []
+    for name, value in call.arguments.items():
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+            aligned.append(name)
+        elif value == 1:
+            constants[name] = 1
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0:
+                aligned.append(name)
+    names = KERNELS[call.kernel.fn.__name__].arg_names
+    return Variant(
+        kernel=call.kernel.fn.__name__,
+        signature=tuple((n, signature.get(n, "constexpr")) for n in names),
+        constants=tuple((n, constants[n]) for n in names if n in constants),
+        aligned=tuple(n for n in names if n in aligned),
+        warps=call.warps,
+        stages=call.stages,
+        registers=call.registers,
+    )
+
+
+def compile_one(v: Variant, arch: str) -> Report:
+    """Compile a variant for sm_<arch> and take its machine code apart."""
+    kernel = KERNELS[v.kernel]
+    position = {name: i for i, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        fn=kernel,
+        signature=dict(v.signature),
+        constexprs={(position[n],): c for n, c in v.constants},
+        attrs={(position[n],): [["tt.divisibility", 16]] for n in v.aligned},
+    )
+    options = {"num_warps": v.warps, "num_stages": v.stages, "enable_fp_fusion": True}
+    if v.registers:
+        options["maxnreg"] = v.registers
+    made = triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options=options)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _run(tools / "cuobjdump", "-res-usage", file.name)
+        code = _run(tools / "nvdisasm", file.name)
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    spilled = used["STACK"] + used["LOCAL"] + len(re.findall(r"\b(?:STL|LDL)\b", code))
+    return Report(
+        registers=used["REG"], spilled=spilled, shared=made.metadata.shared, per_weight=_per_weight(v, code)
+    )
+
+
+def _run(*command: object) -> str:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _per_weight(v: Variant, code: str) -> float:
+    """Instructions of the longest loop that no other loop contains, by the weights that a thread decodes in it."""
+    constants = dict(v.constants)
+    if v.kernel not in ("product", "gate_up") or constants["RANK_BITS"]:
+        return 0.0  # with a compensator, the longest loop is another one
+    label, at, loops = {}, [], []
+    for line in code.splitlines():
+        if found := re.match(r"\s*(\.L_x_\d+):", line):
+            label[found[1]] = len(at)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            at.append(found[1])
+            target = re.search(r"\bBRA\b.*\((\.L_x_\d+)\)", found[1])
+            if target and target[1] in label:
+                loops.append(len(at) - label[target[1]])
+    matrices = 2 if v.kernel == "gate_up" and constants["GATED"] else 1
+    weights = matrices * constants["BLOCK_N"] * 128 / (32 * v.warps)
+    return max(loops, default=0) / weights
+
+
+def _compile(job: tuple[Variant, str]) -> tuple[Variant, str, Report]:
+    return *job, compile_one(*job)
+
+
+def rows_of(done: list[tuple[Variant, str, Report]]) -> list[tuple[str, ...]]:
+    """One line for every kernel, tile and architecture: the worst over formats and types."""
+    worst: dict[tuple[Any, ...], list[Report]] = {}
+    for v, arch, report in done:
+        c = dict(v.constants)
+        if "DOT" not in c:
+            key = (v.kernel, "", "", arch)
+        else:
+            name = "rank" if c.get("RANKED") else v.kernel
+            key = (
+                name,
+                "tensor core" if c["DOT"] else "fp32",
+                f"{c['BLOCK_N']} x {c['BLOCK_M']}, {v.warps} warps, {v.stages} stages",
+                arch,
+            )
+        worst.setdefault(key, []).append(report)
+    rows = []
+    for (kernel, form, tile, arch), reports in sorted(
+        worst.items(), key=lambda item: [str(k) for k in item[0]]
+    ):
+        weights = sorted(r.per_weight for r in reports if r.per_weight) or [0.0]
+        rows.append(
+            (
+                kernel,
+                form,
+                tile,
+                f"sm_{arch}",
+                str(len(reports)),
+                str(max(r.registers for r in reports)),
+                str(sum(r.spilled > 0 for r in reports)),
+                str(max(r.shared for r in reports)),
+                f"{weights[0]:.1f} … {weights[-1]:.1f}" if weights[-1] else "",
+            )
+        )
+    return rows
+
+
+def cases(quick: bool, everything: bool) -> list[tuple[str, int, str, torch.dtype]]:
+    """(format, rank, compensator, type) to compile for."""
+    found = [("int3-g64", 0, "int3", torch.bfloat16)]
+    if quick:
+        return found
+    found.append(("int3-g64", 32, "int3", torch.bfloat16))
+    found += [(fmt, 0, "int3", torch.bfloat16) for fmt in ELEPHANTS]
+    if everything:
+        for dtype in (torch.bfloat16, torch.float16):
+            found += [(fmt, 0, "int3", dtype) for fmt in (*PRESETS, *ELEPHANTS, *OTHERS)]
+            found += [(fmt, 32, kind, dtype) for fmt in PRESETS for kind in ("int3", "int8", "fp16")]
+    return list(dict.fromkeys(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", default="80,89,90")
+    parser.add_argument("--quick", action="store_true", help="INT3 g64 in bf16 only")
+    parser.add_argument(
+        "--all", action="store_true", help="all presets' and other formats, fp16, every compensator: hours"
+    )
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    jobs: dict[tuple[Variant, str], None] = {}
+    for arch in arguments.arch.split(","):
+        for fmt, rank, kind, dtype in cases(arguments.quick, arguments.all):
+            jobs |= dict.fromkeys((v, arch) for v in record(arch, Format.parse(fmt), rank, kind, dtype))
+    print(f"{len(jobs)} variants", flush=True)
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        done = list(pool.map(_compile, jobs, chunksize=4))
+    header = (
+        "kernel",
+        "products by",
+        "tile (rows x slots)",
+        "arch",
+        "variants",
+        "registers",
+        "spilling",
+        "shared bytes",
+        "instr/weight",
+    )
+    text = table(header, rows_of(done))
+    print(text)
+    if arguments.markdown:
+        insert(arguments.markdown, "gpu-compile", text)
+    spilling = [(v.kernel, dict(v.constants), arch) for v, arch, r in done if r.spilled]
+    print(json.dumps({"variants": len(done), "spilling": len(spilling)}))
+    if spilling:
+        sys.exit(f"error: {len(spilling)} of {len(done)} variants spill registers; first: {spilling[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Device functions that turn words of the GPU layout into operands (docs/gpu.md), and scales into fp32.
+
+A code leaves a word with a shift, a mask and a magic number: fp16 0x6400 is 1024 and its last bits count ones, so
+0x6400 | q is the number 1024 + q; bf16 0x4300 | q is 128 + q. Two codes at a time, as a word is two halves. The 1024
+(or 128) is not taken off each weight but off the sum over a group, which costs nothing since groups with offsets need
+the sum of the activations anyway:
+
+    sum_k (s q + o) x  =  s sum_k (q + bias) x  +  (o - bias s) sum_k x
+
+The words of a row are laid out so that the tile made here *is* the left operand of `mma.m16n8k16`: between memory and
+the tensor core no value changes its thread.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_words(p_words, n, c, N, BITS: tl.constexpr):
+    """The words of chunk c: BITS tensors [BLOCK_N, 4] int32. n: [BLOCK_N] rows, masked past N."""
+    lanes = tl.arange(0, 4)
+    base = p_words + (n[:, None] * 4 + lanes[None, :])
+    words = ()
+    for w in tl.static_range(BITS):
+        words = words + (tl.load(base + (c * BITS + w) * N * 4, mask=n[:, None] < N, other=0),)
+    return words
+
+
+@triton.jit
+def load_scales(p_meta, n, group, N, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """Scales and offsets [BLOCK_N] fp32 of one group."""
+    if BITS == 16:
+        scale = tl.full(n.shape, 1.0, tl.float32)
+        offset = tl.full(n.shape, 0.0, tl.float32)
+    elif SYMMETRIC:
+        pair = tl.load(p_meta + (group // 2) * N + n, mask=n < N, other=0)
+        half = (pair >> ((group % 2) * 16)).to(tl.int16)
+        scale = half.to(tl.float16, bitcast=True).to(tl.float32)
+        offset = scale * -(2.0 ** (BITS - 1))
+    else:
+        pair = tl.load(p_meta + group * N + n, mask=n < N, other=0)
+        scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        offset = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, offset
+
+
+@triton.jit
+def bias_of(BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """What `operand` adds to every code, of which it then makes the 2^bits-th part; see `unit_of`."""
+    if BITS == 16 or DTYPE == tl.float32 or (BITS == 8 and DTYPE == tl.bfloat16):
+        return 0.0
+    else:
+        return 2.0**BITS
+
+
+@triton.jit
+def unit_of(BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """`operand` makes (code + bias) / unit of a code."""
+    if BITS == 16 or DTYPE == tl.float32 or (BITS == 8 and DTYPE == tl.bfloat16):
+        return 1.0
+    else:
+        return 2.0**BITS
+
+
+@triton.jit
+def _move(word, bits: tl.constexpr):
+    """word << bits, or >> where negative."""
+    if bits > 0:
+        return word << bits
+    elif bits < 0:
+        return word >> -bits
+    else:
+        return word
+
+
+@triton.jit
+def _pair(words, f: tl.constexpr, BITS: tl.constexpr, TOP: tl.constexpr, MAGIC: tl.constexpr):
+    """Pair f of every lane: a code in each half of the word, its highest bit at bit TOP - 1, and the magic number."""
+    TO: tl.constexpr = TOP - BITS if BITS < 16 else 0
+    MASK: tl.constexpr = (2**BITS - 1) * 0x00010001 << TO
+    if BITS == 16:
+        return words[f]
+    elif BITS == 3 and f == 15:
+        v = (_move(words[0], TO) & (0x00010001 << TO)) | MAGIC
+        v = (_move(words[1], TO + 1) & (0x00020002 << TO)) | v
+        return (_move(words[2], TO + 2) & (0x00040004 << TO)) | v
+    elif BITS == 3:
+        return (_move(words[f // 5], TO - 1 - 3 * (f % 5)) & MASK) | MAGIC
+    else:
+        return (_move(words[f // (16 // BITS)], TO - BITS * (f % (16 // BITS))) & MASK) | MAGIC
+
+
+@triton.jit
+def _pairs(
+    words,
+    first: tl.constexpr,
+    count: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    MAGIC: tl.constexpr,
+):
+    """Pairs first .. first + count - 1 as [BLOCK_N, 4, count] int32."""
+    if count == 1:
+        return _pair(words, first, BITS, TOP, MAGIC)[:, :, None]
+    else:
+        a = _pairs(words, first, count // 2, BITS, TOP, MAGIC)
+        b = _pairs(words, first + count // 2, count // 2, BITS, TOP, MAGIC)
+        return tl.permute(tl.join(a, b), (0, 1, 3, 2)).reshape(a.shape[0], 4, count)
+
+
+@triton.jit
+def _values(words, first: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes + bias of STEP columns as [BLOCK_N, 4, STEP/8, 2] of DTYPE: lane, pair, half."""
+    RAW: tl.constexpr = tl.bfloat16 if (DTYPE == tl.bfloat16 and BITS < 8) else tl.float16
+    TOP: tl.constexpr = 7 if RAW == tl.bfloat16 else 10  # bits of the mantissa
+    MAGIC: tl.constexpr = 0x3F803F80 if RAW == tl.bfloat16 else 0x3C003C00  # 1.0
+    v = _pairs(words, first, STEP // 8, BITS, TOP, MAGIC)
+    low = v.to(tl.int16).to(RAW, bitcast=True)
+    high = (v >> 16).to(tl.int16).to(RAW, bitcast=True)
+    w = tl.join(low, high)
+    if BITS < 16 and RAW != DTYPE:
+        w = (
+            w.to(tl.float32) * 2.0**BITS - 2.0**BITS
+        )  # exact; so is the conversion of an integer up to 255 to bf16
+    return w.to(DTYPE)
+
+
+@triton.jit
+def operand(words, first: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes + bias of STEP columns from pair `first` on, as the left operand [BLOCK_N, STEP] of DTYPE."""
+    w = _values(words, first, STEP, BITS, DTYPE)
+    return tl.permute(w, (0, 2, 1, 3)).reshape(w.shape[0], STEP)
+
+
+@triton.jit
+def code_pair(words, f: tl.constexpr, BITS: tl.constexpr):
+    """Pair f of every lane: two tensors [BLOCK_N, 4] fp32, (code + bias) / unit of fp16; columns 8 f + 2 lane + 0, 1."""
+    v = _pair(words, f, BITS, 10, 0x3C003C00)
+    low = v.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (v >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def factor_tile(p_words, p_meta, r, R, n0, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows r [BLOCK_R] and columns n0 .. n0 + BLOCK_N - 1 (BLOCK_N divides 128) of a compensator factor, fp32.
+
+    returns: [BLOCK_R, BLOCK_N]; zero past R and past the end of the factor
+    """
+    PARTS: tl.constexpr = 128 // BLOCK_N
+    words = load_words(p_words, r, n0 // 128, R, BITS)
+    codes = operand(words, 0, 128, BITS, tl.float32)
+    part = tl.arange(0, PARTS)[None, :, None] == n0 // BLOCK_N % PARTS
+    codes = tl.sum(tl.where(part, codes.reshape(r.shape[0], PARTS, BLOCK_N), 0.0), 1)
+    if BITS == 16:
+        return codes
+    else:
+        group = (n0 + tl.arange(0, BLOCK_N))[None, :] // 64
+        pair = tl.load(p_meta + group // 2 * R + r[:, None], mask=(r[:, None] < R), other=0)
+        scale = (pair >> (group % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return (codes - 2.0 ** (BITS - 1)) * scale

@@ -1,0 +1,291 @@
+"""`experts` in the GPU layout: routing, gate and up with the activation, down, weighted sum; nothing waits for the host.
+
+Launches for one token: gate and up, down, `combine`; with compensators two more. For more tokens `route` comes first.
+Experts of different formats form classes, and each class has launches of its own over the same tiles, in which the
+programs of other classes leave at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import ShapeError
+from trilobite.kernels.expert_table import DOWN, GATE, UP
+from trilobite.kernels.reference import gate_fn
+from trilobite.kernels.triton_launch import check_device, check_dtype, check_together, launch, scratch
+from trilobite.kernels.triton_layout import Coding, codings_of
+from trilobite.kernels.triton_linear import (
+    Inputs,
+    Job,
+    Low,
+    Matrices,
+    Rows,
+    blocks_of,
+    low_rank,
+    row_arguments,
+    run_product,
+    split_count,
+    step_of,
+)
+from trilobite.kernels.triton_product import SLOTS, SORTED, gate_up
+from trilobite.kernels.triton_routing import combine, route
+from trilobite.kernels.triton_tuning import Tile, tile_for
+
+ACTIVATIONS = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "gelu_fast",
+    "relu",
+    "relu2",
+    "sigmoid",
+    "quick_gelu",
+    "tanh",
+    "linear",
+    "gpt_oss",
+)
+"""Gate activations of the kernels; torch computes others between two launches."""
+MOST_SLOTS = 32768
+"""Slots of one pass: bounds intermediate results, and the quadratic part of `route`."""
+ROUTE_BLOCK = 128
+COMBINE_BLOCK = 256
+
+
+def make_rows(index: Tensor, experts: int, block_m: int) -> Rows:
+    """Sort the slots by expert, or leave them where few of them could share one.
+
+    index: [T, A] contiguous    One token's experts are distinct; of few slots on many experts, nearly all are.
+    """
+    slots = index.numel()
+    if index.shape[0] == 1 or 4 * slots <= experts:
+        return Rows(mode=SLOTS.value, slots=slots, experts=experts, tiles=slots, block_m=block_m, index=index)
+    order, ends, tile_ends = (
+        torch.empty(size, dtype=torch.int32, device=index.device) for size in (slots, experts, experts)
+    )
+    arguments = {
+        "p_index": index,
+        "p_order": order,
+        "p_ends": ends,
+        "p_tiles": tile_ends,
+        "S": slots,
+        "E": experts,
+    }
+    constants = {"EP": max(2, 1 << (experts - 1).bit_length()), "BLOCK": ROUTE_BLOCK, "BLOCK_M": block_m}
+    launch(route, (-(-slots // ROUTE_BLOCK),), arguments, constants)
+    return Rows(
+        mode=SORTED.value,
+        slots=slots,
+        experts=experts,
+        tiles=(slots + min(experts, slots) * (block_m - 1)) // block_m,
+        block_m=block_m,
+        index=index,
+        order=order,
+        ends=ends,
+        tile_ends=tile_ends,
+    )
+
+
+def _check(x: Tensor, index: Tensor, weights: Tensor, table: Tensor) -> None:
+    if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+        raise ShapeError(
+            f"experts: x is {list(x.shape)}, top_k_index {list(index.shape)}, top_k_weights "
+            f"{list(weights.shape)}; expected [T, H], [T, A], [T, A]"
+        )
+    if index.dtype not in (torch.int64, torch.int32):
+        raise ShapeError(f"experts: top_k_index is {index.dtype}, expected int64 or int32")
+    if table.dim() != 3 or table.shape[1] != 3:
+        raise ShapeError(f"experts: table is {list(table.shape)}, expected [E, 3, 8] of the GPU layout")
+
+
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    slab: Tensor,
+    table: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    intermediate: int,
+    activation: str,
+    spec: Sequence[int],
+) -> Tensor:
+    """Sum over a token's experts of weight * down(act(gate(x)) * up(x)) in the GPU layout.
+
+    Arguments as in `reference.experts`, but slab, table and spec are those of a `triton_layout.Pack`.
+    returns: [T, H] in x.dtype. Raises ShapeError, ArchitectureError or DeviceError.
+    """
+    check_together("experts", x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias)
+    check_device(x.device)
+    check_dtype(x, "experts: x")
+    _check(x, top_k_index, top_k_weights, table)
+    for name, bias, width in (
+        ("gate_up_bias", gate_up_bias, 2 * intermediate),
+        ("down_bias", down_bias, x.shape[1]),
+    ):
+        if bias is not None and bias.shape != (table.shape[0], width):
+            raise ShapeError(
+                f"experts: {name} is {list(bias.shape)}, expected {[int(table.shape[0]), width]}"
+            )
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0 or top_k_index.shape[1] == 0:
+        return y.zero_()
+    layer = _Layer(slab, table, gate_up_bias, down_bias, intermediate, activation, spec)
+    each = max(1, MOST_SLOTS // top_k_index.shape[1])
+    for at in range(0, x.shape[0], each):
+        part = slice(at, at + each)
+        layer.run(
+            x[part].contiguous(), top_k_index[part].contiguous(), top_k_weights[part].contiguous(), y[part]
+        )
+    return y
+
+
+class _Layer:
+    """The experts of one layer, ready to run on some tokens."""
+
+    def __init__(
+        self,
+        slab: Tensor,
+        table: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        intermediate: int,
+        activation: str,
+        spec: Sequence[int],
+    ) -> None:
+        self.matrices = Matrices(slab=slab, table=table, projections=3)
+        self.gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
+        self.down_bias = None if down_bias is None else down_bias.contiguous()
+        self.intermediate, self.activation = intermediate, activation
+        self.classes = codings_of(spec, 3)
+        if activation not in ACTIVATIONS:
+            gate_fn(activation)  # raises ArchitectureError where nobody knows it
+
+    def run(self, x: Tensor, index: Tensor, weights: Tensor, y: Tensor) -> None:
+        """Write y [T, H] for x [T, H]; all contiguous."""
+        tokens, experts = x.shape[0], self.matrices.table.shape[0]
+        each = -(-index.numel() // experts)
+        tile = tile_for("gate_up", each, x.device)
+        rows = make_rows(index, experts, tile.block_m)
+        h = scratch((rows.slots, self.intermediate), x.dtype, x, tokens)
+        inputs = Inputs(x=x, divisor=index.shape[1], tokens=tokens)
+        for class_id, codings in enumerate(self.classes):
+            low = low_rank(rows, self.matrices, inputs, codings[GATE : UP + 1], GATE, class_id)
+            if self.activation in ACTIVATIONS:
+                self._gate_up(rows, inputs, codings, class_id, tile, low, h)
+            else:
+                self._gate_up_by_torch(rows, inputs, codings, class_id, tile, low, h)
+        parts = self._down(rows, Inputs(x=h, divisor=1, tokens=tokens), tile, x.shape[1])
+        arguments = {
+            "p_parts": parts,
+            "p_index": index,
+            "p_weights": weights,
+            "p_bias": index if self.down_bias is None else self.down_bias,
+            "p_y": y,
+            "S": rows.slots,
+            "E": experts,
+            "A": index.shape[1],
+            "N": x.shape[1],
+        }
+        constants = {
+            "SPLITS": parts.shape[1],
+            "BIAS": self.down_bias is not None,
+            "BLOCK": COMBINE_BLOCK,
+        }
+        launch(combine, (tokens, -(-x.shape[1] // COMBINE_BLOCK)), arguments, constants)
+
+    def _gate_up(
+        self,
+        rows: Rows,
+        inputs: Inputs,
+        codings: tuple[Coding, ...],
+        class_id: int,
+        tile: Tile,
+        low: Low,
+        h: Tensor,
+    ) -> None:
+        gate, up, _ = codings
+        step = step_of(gate, up)
+        arguments, constants = row_arguments(rows, self.matrices, inputs)
+        bias = self.gate_up_bias
+        arguments |= {
+            "p_bias": self.matrices.table if bias is None else bias,
+            "p_sums": inputs.sums(step, tile),
+            "p_z": self.matrices.table if low.z is None else low.z,
+            "p_h": h,
+            "N": self.intermediate,
+            "R_MAX": low.rank,
+            "CLASS_ID": class_id,
+        }
+        constants |= {
+            "GATED": gate.bits > 0,
+            "ACTIVATION": self.activation,
+            "BIAS": bias is not None and gate.bits > 0,
+            "GATE_BITS": gate.bits,
+            "GATE_GROUP": gate.group,
+            "GATE_SYMMETRIC": gate.symmetric,
+            "GATE_RANK_BITS": gate.rank_bits,
+            "BITS": up.bits,
+            "GROUP": up.group,
+            "SYMMETRIC": up.symmetric,
+            "RANK_BITS": up.rank_bits,
+            "STEP": step,
+            "DOT": tile.dot,
+            "BLOCK_N": tile.block_n,
+            "Z_SPLITS": low.splits,
+            "STAGES": tile.stages,
+        }
+        grid = (rows.tiles, -(-self.intermediate // tile.block_n))
+        launch(gate_up, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
+
+    def _gate_up_by_torch(
+        self,
+        rows: Rows,
+        inputs: Inputs,
+        codings: tuple[Coding, ...],
+        class_id: int,
+        tile: Tile,
+        low: Low,
+        h: Tensor,
+    ) -> None:
+        """For an activation that is no kernel's: both products to memory, the activation by torch."""
+        size = (2, 1, rows.slots, self.intermediate)
+        both = scratch(size, torch.float32, inputs.x, inputs.tokens).zero_()
+        for p in (GATE, UP):
+            if codings[p].bits:
+                mine = Low() if low.z is None else Low(z=low.z[p], splits=low.splits, rank=low.rank)
+                job = Job(coding=codings[p], n=self.intermediate, projection=p, class_id=class_id)
+                run_product(rows, self.matrices, inputs, job, tile, mine, both[p : p + 1], None)
+        gate, up = both[GATE, 0], both[UP, 0]
+        assert rows.index is not None
+        index = rows.index.flatten()
+        experts = self.matrices.table.shape[0]
+        known = index.clamp(0, experts - 1)
+        if self.gate_up_bias is not None and codings[GATE].bits:
+            gate_bias, up_bias = self.gate_up_bias[known].float().chunk(2, -1)
+            gate, up = gate + gate_bias, up + up_bias
+        act = gate_fn(self.activation)
+        made = act(gate, up) if codings[GATE].bits else act(up, torch.ones_like(up))
+        mine_only = (self.matrices.table[known, UP, -1] == class_id)[:, None]
+        h.copy_(torch.where(mine_only, made, h))
+
+    def _down(self, rows: Rows, inputs: Inputs, gate_up_tile: Tile, n: int) -> Tensor:
+        """Partial sums of down(h) [1, splits, S, n] fp32."""
+        each = -(-rows.slots // rows.experts)
+        device = inputs.x.device
+        tile = replace(tile_for("down", each, device), block_m=rows.block_m, dot=gate_up_tile.dot)
+        k = inputs.x.shape[1]
+        lows = [
+            low_rank(rows, self.matrices, inputs, codings[DOWN:], DOWN, class_id)
+            for class_id, codings in enumerate(self.classes)
+        ]
+        blocks = min(blocks_of(codings[DOWN], k) for codings in self.classes)
+        splits = split_count(tile, rows.tiles * -(-n // tile.block_n), blocks, device)
+        parts = scratch((1, splits, rows.slots, n), torch.float32, inputs.x, inputs.tokens)
+        for class_id, codings in enumerate(self.classes):
+            job = Job(coding=codings[DOWN], n=n, projection=DOWN, class_id=class_id)
+            run_product(rows, self.matrices, inputs, job, tile, lows[class_id], parts, None)
+        return parts

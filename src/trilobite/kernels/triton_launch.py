@@ -1,0 +1,135 @@
+"""Launch a kernel: the one place where Triton is called. A recorder may listen, to compile the same without a GPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from trilobite.errors import DeviceError, ShapeError
+
+CAPABILITY = (8, 0)
+"""Oldest compute capability that the kernels are made for: bf16 products and asynchronous copies begin there."""
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch as recorded: everything that decides about the machine code."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+    registers: int
+
+
+_listener: Callable[[Launch], None] | None = None
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    *,
+    warps: int = 4,
+    registers: int = 0,
+) -> None:
+    """Run a kernel on a grid of programs. constants: its `tl.constexpr` parameters; STAGES pipelines its loop."""
+    stages = constants.get("STAGES", 1)
+    if _listener is not None:
+        _listener(
+            Launch(
+                kernel=kernel,
+                arguments=arguments,
+                constants=constants,
+                warps=warps,
+                stages=stages,
+                registers=registers,
+            )
+        )
+        return
+    if 0 in grid:
+        return
+    device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
+    options = {
+        "num_warps": warps,
+        "num_stages": stages,
+        "enable_fp_fusion": True,
+        "maxnreg": registers or None,
+    }
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[grid](**arguments, **constants, **options)
+    else:
+        kernel[grid](**arguments, **constants, **options)
+
+
+@contextmanager
+def recording(listener: Callable[[Launch], None]) -> Iterator[None]:
+    """Hand launches to `listener` instead of running them; results are then undefined."""
+    global _listener
+    _listener = listener
+    try:
+        yield
+    finally:
+        _listener = None
+
+
+def interpreting() -> bool:
+    """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 before it was imported): for tests."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise DeviceError unless the kernels run on this device."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if found < CAPABILITY:
+            raise DeviceError(
+                f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; the Triton kernels "
+                f"need {CAPABILITY[0]}.{CAPABILITY[1]} (Ampere) or newer: load with device='cpu'"
+            )
+    elif _listener is None and not interpreting():
+        raise DeviceError(f"tensors are on {device}; the GPU layout runs on CUDA devices only")
+
+
+def check_together(name: str, *tensors: Tensor | None) -> None:
+    """Raise ShapeError unless all tensors are on one device."""
+    devices = sorted({str(t.device) for t in tensors if t is not None})
+    if len(devices) > 1:
+        raise ShapeError(f"{name}: tensors are on {' and '.join(devices)}; move all to one device")
+
+
+def check_dtype(x: Tensor, name: str) -> None:
+    """Raise ShapeError for a type that the kernels do not compute in."""
+    if x.dtype not in DTYPES:
+        raise ShapeError(f"{name} is {x.dtype}; the operators take float32, float16 and bfloat16")
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, tokens: int) -> Tensor:
+    """Memory for intermediate results of a call on so many tokens.
+
+    Raises DeviceError saying how much is missing and how many tokens would fit.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    except torch.OutOfMemoryError as e:
+        needed = torch.Size(shape).numel() * dtype.itemsize
+        free = torch.cuda.mem_get_info(like.device)[0]
+        raise DeviceError(
+            f"{tokens} tokens need {needed / 1e9:.2f} GB for one intermediate result, {free / 1e9:.2f} GB of "
+            f"{like.device} are free; about {max(1, tokens * free // (2 * needed))} tokens at a time would fit"
+        ) from e
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU. Elsewhere (interpreted, recorded) the H100's, so that splits are used."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 132

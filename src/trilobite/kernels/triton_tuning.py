@@ -1,0 +1,185 @@
+"""Which tile for how many tokens: tables by GPU, in the package, extended by `trilobite bench --tune`.
+
+A table maps an operation to tiles in order of `tokens`, the most rows of activations an expert (or the linear layer) may
+have for a tile to be used; the last one serves any number. The most particular table that has the operation decides:
+the user's file for this GPU's name, the package's for the name, for its architecture (sm_90), the default.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trilobite.errors import CheckpointError
+
+OPERATIONS = ("linear", "gate_up", "down", "rank")
+"""linear layers; gate and up projection of experts; their down projection; V x of a compensator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How one operation is cut into programs.
+
+    tokens: it serves up to so many rows an expert    dot: on tensor cores    block_n, block_m: rows of W, slots
+    splits: ranges of K that are summed apart, 0 = as many as fill the GPU    warps, stages: of Triton
+    registers: a thread may use so many, 0 = as the assembler likes; it likes 128, and at times spills to keep to that
+    """
+
+    tokens: int
+    dot: bool
+    block_n: int
+    block_m: int
+    splits: int
+    warps: int
+    stages: int
+    registers: int = 0
+
+
+def _tile(dot: bool, block_n: int, block_m: int, warps: int, stages: int) -> Tile:
+    return Tile(
+        tokens=1 << 30, dot=dot, block_n=block_n, block_m=block_m, splits=0, warps=warps, stages=stages
+    )
+
+
+CANDIDATES = {
+    "lanes": tuple(_tile(False, n, m, 4, 2) for n, m in ((64, 1), (64, 2))),
+    "small": tuple(
+        _tile(True, n, m, w, s)
+        for m in (8, 16)
+        for n, w, s in ((32, 1, 4), (64, 2, 4), (64, 2, 6), (64, 4, 4), (128, 4, 4), (128, 4, 3))
+    ),
+    "large": (
+        *(_tile(True, n, 32, w, s) for n, w, s in ((64, 4, 3), (64, 4, 4), (64, 8, 3))),
+        *(_tile(True, n, 64, w, s) for n, w, s in ((64, 8, 3), (64, 4, 3), (128, 8, 3), (128, 8, 4))),
+    ),
+}
+"""What `trilobite bench --tune` tries: without tensor cores for 1 and 2 rows, up to 16 rows, and above.
+
+The form without tensor cores takes 7 to 10 instructions a weight, the other one 2.5 to 3 (docs/gpu.md): a GPU with
+little bandwidth for its clock may still prefer it, so it is tried, and the defaults do without it.
+"""
+
+Table = dict[str, tuple[Tile, ...]]
+_forced: dict[str, Tile] = {}
+_pretended: tuple[str, ...] | None = None
+
+
+def user_file() -> Path:
+    """Where `trilobite bench --tune` writes."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trilobite" / "tuning.json"
+
+
+def parse(text: str, where: str) -> dict[str, Table]:
+    """Tables by GPU from JSON. Raises CheckpointError when it is not one of ours."""
+    try:
+        data = json.loads(text)
+        return {
+            gpu: {op: tuple(Tile(**tile) for tile in tiles) for op, tiles in table.items()}
+            for gpu, table in data.items()
+        }
+    except (ValueError, TypeError, AttributeError) as e:
+        raise CheckpointError(
+            f"{where}: not a tuning table ({e}); delete it, `trilobite bench --tune` writes it anew"
+        ) from e
+
+
+def render(tables: dict[str, Table]) -> str:
+    """Tables as JSON, a tile a line."""
+    lines = []
+    for gpu, table in sorted(tables.items()):
+        operations = []
+        for op, tiles in table.items():
+            rows = ",\n".join(f"   {json.dumps(asdict(t))}" for t in tiles)
+            operations.append(f'  "{op}": [\n{rows}\n  ]')
+        lines.append(f" {json.dumps(gpu)}: {{\n" + ",\n".join(operations) + "\n }")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+@lru_cache(maxsize=1)
+def shipped() -> dict[str, Table]:
+    """The package's tables."""
+    name = "triton_tuning.json"
+    return parse(files("trilobite.kernels").joinpath(name).read_text(encoding="utf-8"), name)
+
+
+@lru_cache(maxsize=1)
+def user() -> dict[str, Table]:
+    """The user's tables; empty without a file."""
+    path = user_file()
+    return parse(path.read_text(encoding="utf-8"), str(path)) if path.exists() else {}
+
+
+def remember(gpu: str, found: Table) -> Path:
+    """Put an operation's tiles for a GPU into the user's file."""
+    tables = {**user(), gpu: {**user().get(gpu, {}), **found}}
+    path = user_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(render(tables), encoding="utf-8")
+    temporary.replace(path)
+    user.cache_clear()
+    names_of.cache_clear()
+    tiles_of.cache_clear()
+    return path
+
+
+@lru_cache(maxsize=16)
+def names_of(device: torch.device) -> tuple[str, ...]:
+    """Names under which tables for a device may stand, the most particular first."""
+    if device.type != "cuda":
+        return ("default",)
+    major, minor = torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_name(device), f"sm_{major}{minor}", f"sm_{major}0", "default"
+
+
+@lru_cache(maxsize=64)
+def tiles_of(operation: str, names: tuple[str, ...]) -> tuple[tuple[Tile, ...], str]:
+    """The tiles for an operation, and where they come from."""
+    for name in names:
+        for tables, where in ((user(), "user"), (shipped(), "package")):
+            if operation in tables.get(name, {}):
+                return tables[name][operation], f"{where}: {name}"
+    raise AssertionError(f"no default tiles for {operation}")
+
+
+def tile_for(operation: str, tokens: int, device: torch.device) -> Tile:
+    """The tile for an operation on so many rows an expert."""
+    if operation in _forced:
+        return _forced[operation]
+    tiles, _ = tiles_of(operation, _pretended or names_of(device))
+    return next((t for t in tiles if tokens <= t.tokens), tiles[-1])
+
+
+@contextmanager
+def pretending(names: tuple[str, ...]) -> Iterator[None]:
+    """Use the tables that a GPU of these names would use: to compile for it without having it."""
+    global _pretended
+    _pretended = names
+    try:
+        yield
+    finally:
+        _pretended = None
+
+
+@contextmanager
+def forcing(tiles: dict[str, Tile]) -> Iterator[None]:
+    """Use these tiles whatever the tables say: for tuning and tests."""
+    before = dict(_forced)
+    _forced.update(tiles)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Where the tiles of every operation come from: for `trilobite doctor`."""
+    return {op: tiles_of(op, names_of(device))[1] for op in OPERATIONS}
