@@ -1,13 +1,14 @@
 # make demo   installs, compresses the small model that ships with the project, prints what it cost, generates text
 # make test   installs, lints, type-checks, runs the tests
 # make sanitize   builds the native library with ASan and UBSan and fuzzes it
+# make emulate    builds it for ARM and fuzzes it under QEMU (g++-aarch64-linux-gnu, qemu-user)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 # CPU machines of this project have this build of torch at hand; the package itself accepts a range.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint format install clean sanitize
+.PHONY: demo test lint format install clean sanitize emulate
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +32,9 @@ test: lint
 
 sanitize: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/sanitize.sh 100
+
+emulate: install
+	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -11,12 +11,18 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(TRILOBITE_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace trilobite {
 
 extern const Tier tier_scalar;
 #ifdef TRILOBITE_X86
 extern const Tier tier_avx2, tier_avx512, tier_vnni, tier_amx;
+#endif
+#ifdef TRILOBITE_ARM
+extern const Tier tier_neon;
 #endif
 
 namespace {
@@ -52,6 +58,16 @@ struct Cpu {
 };
 #endif
 
+#ifdef TRILOBITE_ARM
+bool dot_products() {
+#ifdef __linux__
+  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#else
+  return true;  // Apple's processors
+#endif
+}
+#endif
+
 // Best first.
 int available(const Tier *out[5]) {
   int n = 0;
@@ -62,14 +78,17 @@ int available(const Tier *out[5]) {
   if (cpu.avx512()) out[n++] = &tier_avx512;
   if (cpu.avx2()) out[n++] = &tier_avx2;
 #endif
+#ifdef TRILOBITE_ARM
+  if (dot_products()) out[n++] = &tier_neon;
+#endif
   out[n++] = &tier_scalar;
   return n;
 }
 
-constexpr const char *NAMES[] = {"scalar", "avx2", "avx512", "avx512_vnni", "amx"};
+constexpr const char *NAMES[] = {"scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx"};
 
 int rank_of(const char *name) {
-  for (int i = 0; i < 5; i++)
+  for (int i = 0; i < 6; i++)
     if (strcmp(NAMES[i], name) == 0) return i;
   return -1;
 }
@@ -79,7 +98,7 @@ std::atomic<const Tier *> g_tier{nullptr};
 }  // namespace
 
 bool choose_tier(const char *cap) {
-  const int top = cap ? rank_of(cap) : 4;
+  const int top = cap ? rank_of(cap) : 5;
   if (top < 0) return false;
   const Tier *tiers[5];
   const int n = available(tiers);

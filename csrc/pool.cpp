@@ -22,6 +22,11 @@ namespace {
 inline void wait_turn(int turn) {
 #ifdef TRILOBITE_X86
   if (turn < 128) return __builtin_ia32_pause();
+#elif defined(TRILOBITE_ARM)
+  if (turn < 128) {
+    __asm__ volatile("yield");
+    return;
+  }
 #endif
   (void)turn;
   sched_yield();

@@ -55,7 +55,7 @@ TRILOBITE_API int trilobite_experts(const trilobite_experts_args *args);
 // The last error of the calling thread, one line.
 TRILOBITE_API const char *trilobite_error(void);
 
-// Name of the tier in use ("scalar", "avx2", "avx512", "avx512_vnni", "amx"); TRILOBITE_ISA caps it.
+// Name of the tier in use ("scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx"); TRILOBITE_ISA caps it.
 TRILOBITE_API const char *trilobite_tier(void);
 
 // Choose the best tier not above `name` that this machine has; NULL = no cap. Returns -1 for an unknown name.

@@ -29,7 +29,7 @@ ROUNDED = {torch.float32: EXACT, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 def _tiers() -> list[str]:
     if not cpu.available():
         return []
-    names = [cpu.set_tier(name) for name in ("scalar", "avx2", "avx512", "avx512_vnni", "amx")]
+    names = [cpu.set_tier(name) for name in ("scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx")]
     cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
     return list(dict.fromkeys(names))
 

@@ -164,9 +164,8 @@ static QuantizeLine fit_hqq(const QuantizeGroup &g) {
 
 // The grid as stored: fp16, rounded to nearest even.
 static inline float through_half(float x, uint16_t *stored) {
-  const _Float16 h = (_Float16)x;
-  memcpy(stored, &h, 2);
-  return (float)h;
+  *stored = float_to_half(x);
+  return half_to_float(*stored);
 }
 
 // 16 x 32 codes, lanes of rows, to `bits` planes of 64 bytes (formats/bitpack.py).

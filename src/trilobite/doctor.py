@@ -26,6 +26,7 @@ FLAGS = (
     "avx512vl",
     "avx512_vnni",
     "avx512_vbmi",
+    "gfni",
     "avx512_bf16",
     "amx_bf16",
 )

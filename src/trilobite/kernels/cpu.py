@@ -47,7 +47,7 @@ ACTIVATIONS = {
 }
 """Gate activations of the library; others run in the reference."""
 DIGITS = {"exact": 3, "int8": 1}
-TIERS = ("scalar", "avx2", "avx512", "avx512_vnni", "amx")
+TIERS = ("scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx")
 
 _lib, _reason = native.load()
 _digits = DIGITS["exact"]

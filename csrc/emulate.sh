@@ -1,0 +1,12 @@
+#!/bin/sh
+# Builds the library for ARM and runs the fuzz driver on it under emulation: NEON against the portable tier.
+# Needs a cross compiler and QEMU (Debian: g++-aarch64-linux-gnu, qemu-user).
+#     csrc/emulate.sh [rounds] [build folder]
+set -e
+source=$(cd "$(dirname "$0")" && pwd)
+build=${2:-$source/../build/aarch64}
+root=/usr/aarch64-linux-gnu
+cmake -S "$source" -B "$build" -DTRILOBITE_FUZZ=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ >/dev/null
+cmake --build "$build" --parallel 2
+qemu-aarch64 -L "$root" -E "LD_LIBRARY_PATH=$build:$root/lib" "$build/fuzz" "${1:-200}"

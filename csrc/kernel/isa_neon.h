@@ -1,0 +1,68 @@
+// ARM: NEON with the dot product instructions (ARMv8.2). A register of the layout is four of 128 bits.
+#define UNROLL _Pragma("GCC unroll 8")
+struct Isa {
+  static constexpr int TOKENS_AT_ONCE = 2;
+  static constexpr int PARTS = 4;
+  struct Bytes { uint8x16_t v[PARTS]; };
+  struct Ints { int32x4_t v[PARTS]; };
+  struct Floats { float32x4_t v[PARTS]; };
+
+  static Bytes load(const uint8_t *p) { return each<Bytes>([&](int i) { return vld1q_u8(p + 16 * i); }); }
+  static void store(uint8_t *p, const Bytes &b) { for (int i = 0; i < PARTS; i++) vst1q_u8(p + 16 * i, b.v[i]); }
+  static Bytes mask(const Bytes &b, uint8_t m) {
+    return each<Bytes>([&](int i) { return vandq_u8(b.v[i], vdupq_n_u8(m)); });
+  }
+  static Bytes either(const Bytes &a, const Bytes &b) {
+    return each<Bytes>([&](int i) { return vorrq_u8(a.v[i], b.v[i]); });
+  }
+  // Bits [FROM, FROM + WIDTH) of every byte, moved to bit TO.
+  template <int FROM, int WIDTH, int TO = 0> static Bytes field(const Bytes &b) {
+    constexpr uint8_t kept = (uint8_t)(((1 << WIDTH) - 1) << TO);
+    if constexpr (FROM == TO) return mask(b, kept);
+    else return mask(each<Bytes>([&](int i) { return vshrq_n_u8(b.v[i], FROM - TO); }), kept);
+  }
+
+  static Ints zero() { return each<Ints>([](int) { return vdupq_n_s32(0); }); }
+  // acc[row] += sum of 4 codes of the row times x[0..3]
+  template <int BITS> static Ints dot(const Ints &acc, const Bytes &c, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    return each<Ints>([&](int i) {
+      if (BITS < 8) return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(c.v[i]), v);
+      // The instruction takes signed bytes: the highest bit of a code goes on its own.
+      const int8x16_t low = vreinterpretq_s8_u8(vandq_u8(c.v[i], vdupq_n_u8(127)));
+      const int8x16_t top = vreinterpretq_s8_u8(vshrq_n_u8(c.v[i], 7));
+      return vaddq_s32(vdotq_s32(acc.v[i], low, v), vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), top, v), 7));
+    });
+  }
+  static Ints shl8_add(const Ints &high, const Ints &low) {
+    return each<Ints>([&](int i) { return vaddq_s32(vshlq_n_s32(high.v[i], 8), low.v[i]); });
+  }
+  static Floats to_float(const Ints &a) { return each<Floats>([&](int i) { return vcvtq_f32_s32(a.v[i]); }); }
+  static Floats load(const float *p) { return each<Floats>([&](int i) { return vld1q_f32(p + 4 * i); }); }
+  static void store(float *p, const Floats &f) { for (int i = 0; i < PARTS; i++) vst1q_f32(p + 4 * i, f.v[i]); }
+  static Floats set1(float x) { return each<Floats>([&](int) { return vdupq_n_f32(x); }); }
+  static Floats mul(const Floats &a, const Floats &b) {
+    return each<Floats>([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
+  }
+  static Floats fma(const Floats &a, const Floats &b, const Floats &c) {
+    return each<Floats>([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
+  }
+  static Floats from_half(const uint8_t *p) {
+    return each<Floats>([&](int i) {
+      return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i)));
+    });
+  }
+  static Floats from_u8(const uint8_t *p) {
+    const uint8x16_t v = vld1q_u8(p);
+    const uint16x8_t halves[2] = {vmovl_u8(vget_low_u8(v)), vmovl_u8(vget_high_u8(v))};
+    return each<Floats>([&](int i) {
+      const uint16x8_t h = halves[i / 2];
+      return vcvtq_f32_u32(vmovl_u16(i % 2 ? vget_high_u16(h) : vget_low_u16(h)));
+    });
+  }
+
+ private:
+  template <typename T, typename F> static T each(F part) { return {{part(0), part(1), part(2), part(3)}}; }
+};
