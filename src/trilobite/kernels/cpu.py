@@ -23,11 +23,12 @@ from torch import Tensor
 
 from trilobite.errors import ArchitectureError, ShapeError
 from trilobite.formats.affine import packed_shape, scale_shape, tile_bytes
-from trilobite.formats.bitpack import BITS, BLOCK
-from trilobite.formats.weight import LR_GROUP, factor_shape
+from trilobite.formats.bitpack import BITS, BLOCK, ROWS
+from trilobite.formats.incoherence import factors, hadamard_matrix
+from trilobite.formats.weight import LR_GROUP, PackedWeight, factor_shape
 from trilobite.kernels import native
-from trilobite.kernels.expert_table import Column
-from trilobite.recipe import COMPENSATORS, Format
+from trilobite.kernels.expert_table import Column, has_lattice
+from trilobite.recipe import CODEBOOKS, COMPENSATORS, TRANSFORMS, Format, LatticeFormat
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS = {
@@ -273,6 +274,93 @@ def linear(
     return y
 
 
+class _Rotation:
+    """The Hadamard matrix of order n, as the library takes it; keeps the memory of its cores alive."""
+
+    def __init__(self, n: int) -> None:
+        """Raises ShapeError where no Hadamard matrix is known."""
+        orders = factors(n)
+        if orders is None:
+            raise ShapeError(f"no Hadamard matrix of order {n} is known here; use the fourier transform")
+        cores = [m for m in orders if m & (m - 1)]
+        self._cores = [hadamard_matrix(m).float().contiguous() for m in cores]
+        order = (ctypes.c_int64 * native.CORES)(*cores)
+        core = (ctypes.c_void_p * native.CORES)(*(h.data_ptr() for h in self._cores))
+        self._structure = native.Rotation(n, len(cores), order, core)
+        self.address = ctypes.addressof(self._structure)
+
+
+@lru_cache(maxsize=64)
+def _rotation(n: int) -> _Rotation:
+    return _Rotation(n)
+
+
+def runs(fmt: LatticeFormat, n: int, k: int) -> bool:
+    """Whether the library multiplies [n, k] matrices of a lattice format; the reference does it otherwise."""
+    few = all(sum(m & (m - 1) > 0 for m in factors(side) or ()) <= native.CORES for side in (n, k))
+    return available() and fmt.codebook == "e8p" and fmt.transform == "hadamard" and k % BLOCK == 0 and few
+
+
+def runs_experts(table: Tensor, hidden: int, intermediate: int) -> bool:
+    """Whether `runs` holds for all matrices of a table that are in a lattice format. table: [E, 3, 16] int64."""
+    rows = table[table[..., Column.LATTICE] >= 0]
+    kinds = rows[:, [Column.CODEBOOK, Column.TRANSFORM]].unique(dim=0).tolist()
+    formats = (LatticeFormat(codebook=CODEBOOKS[c], bits=2, transform=TRANSFORMS[t]) for c, t in kinds)
+    sides = ((hidden, intermediate), (intermediate, hidden))
+    return all(runs(fmt, n, k) for fmt in formats for n, k in sides)
+
+
+def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
+    """`torch.ops.trilobite.lattice_linear` on the CPU, for a weight that fits its shape and that `runs` accepts.
+
+    x: [..., K]    bias: [N] or None    returns: [..., N] in x.dtype
+    """
+    assert w.lattice is not None
+    assert w.signs_in is not None
+    assert w.signs_out is not None
+    (n, k), dtype = w.shape, _dtype(x, "linear: x")
+    x, packed = _dense(x, "linear: x"), _dense(w.packed, "linear: packed", torch.uint8)
+    parts = [
+        _dense(t, f"linear: {name}", torch.uint8)
+        for name, t in (("lattice", w.lattice), ("signs_in", w.signs_in), ("signs_out", w.signs_out))
+    ]
+    lra, lrb, rank_bits = _factors(w.lra, w.lrb, n, k)
+    if bias is not None:
+        bias = _dense(bias, "linear: bias")
+        if bias.shape != (n,):
+            raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{n}]")
+    y = x.new_empty((*x.shape[:-1], n))
+    matrix = native.Matrix(
+        packed=packed.data_ptr(),
+        lra=None if lra is None else lra.data_ptr(),
+        lrb=None if lrb is None else lrb.data_ptr(),
+        n=n,
+        k=k,
+        rank=w.rank,
+        rank_bits=rank_bits,
+        bits=packed.shape[2] // ROWS,
+        lattice=parts[0].data_ptr(),
+        signs_in=parts[1].data_ptr(),
+        signs_out=parts[2].data_ptr(),
+        tuned=int(parts[1].numel() == 2 * k),
+        rotate_in=_rotation(k).address,
+        rotate_out=_rotation(n).address,
+    )
+    if library().trilobite_linear(
+        x.data_ptr(),
+        dtype,
+        x.numel() // k,
+        ctypes.addressof(matrix),
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else _dtype(bias, "linear: bias"),
+        y.data_ptr(),
+        _digits,
+        _threads(),
+    ):
+        _raise()
+    return y
+
+
 def _check_routing(x: Tensor, index: Tensor, weights: Tensor, table: Tensor) -> None:
     if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         raise ShapeError(
@@ -351,6 +439,8 @@ def experts(
         _digits,
         _threads(),
     )
+    if has_lattice(table):
+        args.rotate_hidden, args.rotate_intermediate = (_rotation(n).address for n in (hidden, intermediate))
     assert _lib is not None
     if _lib.trilobite_experts(ctypes.addressof(args)):
         _raise()

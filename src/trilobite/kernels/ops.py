@@ -11,6 +11,7 @@ from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check
 from trilobite.kernels import cpu, reference
 from trilobite.kernels.expert_table import has_lattice
+from trilobite.recipe import LatticeFormat
 
 _lib = torch.library.Library("trilobite", "DEF")
 _lib.define(
@@ -74,6 +75,10 @@ def _lattice_linear(
         lrb=lrb,
     )
     check(w)
+    fmt = w.format
+    assert isinstance(fmt, LatticeFormat)
+    if x.is_cpu and cpu.runs(fmt, *w.shape):
+        return cpu.lattice_linear(x, w, bias)
     return reference.linear(x, w, bias)
 
 
@@ -137,7 +142,10 @@ def _experts_cpu(
     intermediate: int,
     activation: str,
 ) -> Tensor:
-    run = cpu.experts if activation in cpu.ACTIVATIONS and not has_lattice(table) else _experts
+    native = activation in cpu.ACTIVATIONS and (
+        not has_lattice(table) or cpu.runs_experts(table, x.shape[-1], intermediate)
+    )
+    run = cpu.experts if native else _experts
     return run(x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation)
 
 
