@@ -27,16 +27,6 @@ bool part(const uint8_t *slab, int64_t slab_bytes, int64_t at, int64_t bytes, co
   return true;
 }
 
-// The product of the orders and of a power of two is n.
-bool fits(const trilobite_rotation *r, int64_t n) {
-  if (r == nullptr || r->n != n || r->count < 0 || r->count > TRILOBITE_CORES) return false;
-  for (int64_t i = 0; i < r->count; i++) {
-    if (r->order[i] < 2 || n % r->order[i] || r->core[i] == nullptr) return false;
-    n /= r->order[i];
-  }
-  return (n & (n - 1)) == 0;
-}
-
 // A stage of a lattice format: the scale of its points, and with it those of the codes that `decode` leaves.
 void set_stage(Matrix *m, int kind, float scale) {
   m->kind = kind, m->scale = scale / 2, m->offset = kind == E8 ? -2 * scale : -3.75f * scale;
@@ -70,6 +60,15 @@ bool describe_lattice(const trilobite_matrix &w, Matrix *m) {
 }
 
 }  // namespace
+
+bool fits(const trilobite_rotation *r, int64_t n) {
+  if (r == nullptr || r->n != n || r->count < 0 || r->count > TRILOBITE_CORES) return false;
+  for (int64_t i = 0; i < r->count; i++) {
+    if (r->order[i] < 2 || n % r->order[i] || r->core[i] == nullptr) return false;
+    n /= r->order[i];
+  }
+  return (n & (n - 1)) == 0;
+}
 
 Matrix second_stage(const Matrix &first) {
   Matrix m = first;

@@ -17,6 +17,9 @@ bool describe(const trilobite_matrix &w, Matrix *m);
 bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t *row, int64_t n, int64_t k,
                 const trilobite_rotation *in, const trilobite_rotation *out, Matrix *m, bool *present);
 
+// Whether the orders of the cores and a power of two multiply to n.
+bool fits(const trilobite_rotation *r, int64_t n);
+
 // The second stage of a lattice matrix that has one; its results are added.
 Matrix second_stage(const Matrix &first);
 

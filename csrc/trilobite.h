@@ -47,6 +47,10 @@ typedef struct {
 TRILOBITE_API int trilobite_linear(const void *x, int64_t dtype, int64_t tokens, const trilobite_matrix *w,
                                    const void *bias, int64_t bias_dtype, void *y, int64_t digits, int64_t threads);
 
+// x [count, n] of fp32, in place: each row x -> T x, or with `adjoint` T^T x, T as of a lattice matrix's side.
+TRILOBITE_API int trilobite_rotate(const trilobite_rotation *r, const void *signs, int64_t tuned, int64_t adjoint, float *x,
+                                   int64_t count);
+
 // Columns of a row of the table of experts (kernels/expert_table.py).
 #define TRILOBITE_COLUMNS 16
 

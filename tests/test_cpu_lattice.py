@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.formats import lattice
-from trilobite.formats.incoherence import draw_signs, store_signs
+from trilobite.formats.incoherence import draw_signs, read_signs, store_signs
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import cpu, ops, reference
 from trilobite.kernels.expert_table import Column, build
@@ -67,6 +67,23 @@ def weight(
 def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators fail where they would take the reference."""
     monkeypatch.setattr(ops, "reference", None)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 8, 12, 16, 28, 64, 96, 144, 336, 1408, 2048])
+def test_rotations(tier: str, n: int, tuned: bool) -> None:
+    """All forms: powers of two below and above a register, one core and two, columns that fill no register."""
+    signs = store_signs(1 + _x(n) / 4) if tuned else draw_signs("hadamard", n, 3)
+    spin, x = read_signs(signs, "hadamard", n), _x(3, n)
+    assert relative_error(cpu.rotate(x, signs), spin.forward(x)) < 1e-6
+    assert relative_error(cpu.rotate(x, signs, adjoint=True), spin.adjoint(x)) < 1e-6
+
+
+def test_a_rotation_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ShapeError, match="order 6"):
+        cpu.rotate(_x(2, 6), torch.zeros(1, dtype=torch.uint8))
+    with pytest.raises(ShapeError, match="3 bytes of signs"):
+        cpu.rotate(_x(2, 8), torch.zeros(3, dtype=torch.uint8))
 
 
 @pytest.mark.usefixtures("native_only")
@@ -243,7 +260,7 @@ def test_a_table_that_does_not_fit_is_refused() -> None:
     for column, value in wrong.items():
         bad = table.clone()
         bad[1, :, column] = value
-        with pytest.raises(ShapeError, match="does not fit|record says"):
+        with pytest.raises(ShapeError, match=r"does not fit|record says"):
             cpu.experts(_x(2, HIDDEN), index, weights, slab, bad, None, None, INTERMEDIATE, "silu")
     grid = slab.clone()
     grid[table[1, 1, Column.LATTICE]] = 1

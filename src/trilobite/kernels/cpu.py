@@ -295,6 +295,25 @@ def _rotation(n: int) -> _Rotation:
     return _Rotation(n)
 
 
+def rotate(x: Tensor, signs: Tensor, *, adjoint: bool = False) -> Tensor:
+    """T x along the last dimension, or T^T x: `incoherence.Spin` of a Hadamard transform, on one thread.
+
+    x: [..., n] fp32    signs: as stored, uint8 [ceil(n/8)], or [2n] when tuned
+    Raises ShapeError where there is no Hadamard matrix of order n, and for another number of signs.
+    """
+    n = x.shape[-1]
+    if signs.numel() not in (-(-n // 8), 2 * n):
+        raise ShapeError(f"rotate: {signs.numel()} bytes of signs for vectors of {n} values")
+    y = _dense(x, "rotate: x", torch.float32).clone()
+    signs, tuned = _dense(signs, "rotate: signs", torch.uint8), int(signs.numel() == 2 * n)
+    rotation = _rotation(n)
+    if library().trilobite_rotate(
+        rotation.address, signs.data_ptr(), tuned, int(adjoint), y.data_ptr(), x.numel() // n
+    ):
+        _raise()
+    return y
+
+
 def runs(fmt: LatticeFormat, n: int, k: int) -> bool:
     """Whether the library multiplies [n, k] matrices of a lattice format; the reference does it otherwise."""
     few = all(sum(m & (m - 1) > 0 for m in factors(side) or ()) <= native.CORES for side in (n, k))

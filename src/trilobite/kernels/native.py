@@ -84,6 +84,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
             c_int,
             [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64],
         ),
+        "rotate": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
         "experts": (c_int, [c_void_p]),
         "quantize": (c_int, [c_void_p]),
         "error": (c_char_p, []),
