@@ -323,7 +323,7 @@ def runs(fmt: LatticeFormat, n: int, k: int) -> bool:
 def runs_experts(table: Tensor, hidden: int, intermediate: int) -> bool:
     """Whether `runs` holds for all matrices of a table that are in a lattice format. table: [E, 3, 16] int64."""
     rows = table[table[..., Column.LATTICE] >= 0]
-    kinds = rows[:, [Column.CODEBOOK, Column.TRANSFORM]].unique(dim=0).tolist()
+    kinds = {(c, t) for c, t in rows[:, [Column.CODEBOOK, Column.TRANSFORM]].tolist()}
     formats = (LatticeFormat(codebook=CODEBOOKS[c], bits=2, transform=TRANSFORMS[t]) for c, t in kinds)
     sides = ((hidden, intermediate), (intermediate, hidden))
     return all(runs(fmt, n, k) for fmt in formats for n, k in sides)
