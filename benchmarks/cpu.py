@@ -1,6 +1,7 @@
 """How close does the CPU engine come to what this machine can do?
 
-    python benchmarks/cpu.py [--quick] [--only experts,tokens,model,step,overhead,int8] [--markdown docs/performance.md]
+    python benchmarks/cpu.py [--quick] [--only experts,tokens,lattice,model,step,overhead,int8]
+                             [--markdown docs/performance.md]
 
 Every figure stands beside the limit measured in the same moment: the rate at which the same threads read the same
 memory, before and after each run of a kernel. The sets of weights exceed what a core's caches hold (Mixtral's layer:
@@ -27,10 +28,12 @@ from _markdown import insert, table
 from torch import Tensor
 
 from trilobite.formats.affine import packed_shape
-from trilobite.formats.weight import factor_shape
+from trilobite.formats.incoherence import draw_signs
+from trilobite.formats.lattice import DIM, Record
+from trilobite.formats.weight import factor_shape, stored_shapes
 from trilobite.kernels import cpu, ops
 from trilobite.kernels.expert_table import Column
-from trilobite.recipe import COMPENSATORS, Format
+from trilobite.recipe import COMPENSATORS, Format, LatticeFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +90,63 @@ def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[Tensor, Tensor
                     _fill_factor(slab[at : at + size].view(factor_shape("int3", rank, length)))
                     at += size
             bits = COMPENSATORS["int3"]
-            row = [*offsets, rank, bits, fmt.bits, fmt.group, 0, 0]  # and nothing of a lattice
-            data[e, p, : len(row)] = torch.tensor(row)
+            data[e, p, : Column.LATTICE] = torch.tensor([*offsets, rank, bits, fmt.bits, fmt.group, 0, 0])
     return slab, data, per_expert
+
+
+def make_lattice_layer(layer: Layer, fmt: LatticeFormat) -> tuple[Tensor, Tensor, float]:
+    """As `make_layer`, with random codewords; signs of a side depend on its length alone, as in checkpoints."""
+    h, i = layer.hidden, layer.intermediate
+    noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    record = Record(format=fmt, scale=0.01, second=0.003 if fmt.bits > 2 else 0.0).to_tensor()
+    shapes = [stored_shapes(fmt, n, k) for n, k in ((i, h), (i, h), (h, i))]
+    per_expert = sum(torch.Size(s).numel() for parts in shapes for s in parts.values())
+    slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
+    data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
+    at = 0
+    for e in range(layer.experts):
+        for p, parts in enumerate(shapes):
+            row = data[e, p]
+            for suffix, shape in parts.items():
+                row[Column[suffix.upper()]], size = at, torch.Size(shape).numel()
+                part, at = slab[at : at + size], at + size
+                if suffix == "packed":
+                    for start in range(0, size, noise.numel()):
+                        part[start : start + noise.numel()] = noise[: min(noise.numel(), size - start)]
+                else:
+                    part.copy_(record if suffix == "lattice" else draw_signs(fmt.transform, 8 * size, size))
+            row[Column.RANK] = row[Column.RANK_BITS] = row[Column.TUNED] = 0
+            row[Column.CODEBOOK] = row[Column.TRANSFORM] = 0
+            row[Column.BITS], row[Column.GROUP] = fmt.bits, DIM
+    return slab, data, per_expert
+
+
+def rotations(layer: Layer, tokens: int, active: int) -> float:
+    """Milliseconds that one thread needs for the rotations of a layer: x and the sum; gate, up and h of each pair."""
+    milliseconds = 0.0
+    for n, count in ((layer.hidden, 2 * tokens), (layer.intermediate, 3 * tokens * active)):
+        x, signs = torch.randn(8, n), draw_signs("hadamard", n, 0)
+        milliseconds += _clock(lambda x=x, signs=signs: cpu.rotate(x, signs), 20) / 8e3 * count  # type: ignore[misc]
+    return milliseconds
+
+
+def lattice_layers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
+    """QuIP#'s formats, exact mode: packed bytes a second, and what of the time rotations would be on one thread."""
+    rows, data = [], []
+    for bits in (2,) if quick else (2, 3, 4):
+        slab, table_, per_expert = make_lattice_layer(
+            MIXTRAL, LatticeFormat(codebook="e8p", bits=bits, transform="hadamard")
+        )
+        for tokens in (1, 8, 32, 512):
+            r = measure(MIXTRAL, slab, table_, per_expert, tokens, 3 if tokens > 64 else 7)
+            turning = rotations(MIXTRAL, tokens, MIXTRAL.active)
+            name = f"{MIXTRAL.name}, e8p-{bits}"
+            rates = (f"{r.gigabytes:.1f}", f"{r.probe:.1f}", f"{r.share:.0%}", f"{r.gmacs:.0f}")
+            rows.append((name, str(tokens), f"{r.milliseconds:.2f}", *rates, f"{turning:.2f}"))
+            data.append({"case": name, "tokens": tokens, "rotations": turning, **vars(r)})
+            print("  ".join(rows[-1]), flush=True)
+    head = ("one layer", "tokens", "ms", "GB/s", "probe GB/s", "share", "GMAC/s", "rotations, ms of a thread")
+    return table(head, rows), data
 
 
 def routing(layer: Layer, tokens: int) -> tuple[Tensor, Tensor]:
@@ -435,6 +492,7 @@ PARTS = {
     "int8": int8_quality,
     "experts": experts_of_one_token,
     "tokens": experts_of_many_tokens,
+    "lattice": lattice_layers,
     "model": whole_models,
     "step": steps,
     "overhead": overhead,

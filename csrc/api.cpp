@@ -48,6 +48,17 @@ int trilobite_linear(const void *x, int64_t dtype, int64_t tokens, const trilobi
   });
 }
 
+int trilobite_rotate(const trilobite_rotation *r, const void *signs, int64_t tuned, int64_t adjoint, float *x,
+                     int64_t count) {
+  return guarded([&] {
+    if (r == nullptr || r->n < 1 || !fits(r, r->n)) return fail("rotate: the orders of the cores do not multiply to n");
+    float *buffer = call_workspace().get<float>(r->n);
+    for (int64_t i = 0; i < count; i++)
+      tier().rotate({(const uint8_t *)signs, tuned != 0, r}, adjoint != 0, x + i * r->n, buffer);
+    return true;
+  });
+}
+
 int trilobite_experts(const trilobite_experts_args *args) {
   return guarded([&] {
     trilobite_experts_args a = *args;

@@ -9,6 +9,8 @@
 
 namespace trilobite {
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 constexpr int ROWS = 16;        // rows of a tile: one per 32-bit lane
 constexpr int BLOCK = 32;       // columns of a block of codes
 constexpr int UNIT = 64;        // rows of a unit of work: four bands, one group of a compensator
@@ -17,7 +19,20 @@ constexpr int TOKENS = 16;      // tokens that are laid out together
 constexpr int LR_GROUP = 64;    // values of a compensator factor that share a scale
 constexpr int SLACK = 2048;     // bytes readable past prepared activations: whole tiles are loaded at the end
 
-// A packed matrix [n, k] (formats/affine.py, formats/weight.py). Pointers need no alignment.
+// How codes are read: 2, 3, 4 or 8 bits of an affine format, or a stage of a lattice format (formats/lattice.py).
+constexpr int E8P = 16, E8 = 17;
+
+// The transform T x = H (s * x) / sqrt(n) of one side of a lattice matrix; cores and orders: trilobite_rotation.
+struct Rotation {
+  const uint8_t *signs;  // NULL: no transform
+  bool tuned;            // signs are n fp16 instead of bits
+  const trilobite_rotation *h;
+
+  int64_t bytes() const { return tuned ? 2 * h->n : ceil_div(h->n, 8); }
+};
+
+// A packed matrix [n, k] (formats/affine.py, formats/weight.py). Pointers need no alignment. A lattice format is cut into
+// groups, too, all with the scale and offset that stand here; `packed` then is where the first tile's stage begins.
 struct Matrix {
   const uint8_t *packed, *super, *lra, *lrb;
   int64_t n, k, rank;
@@ -25,6 +40,13 @@ struct Matrix {
   bool symmetric, double_quant;
   bool wide;  // metadata is fp32 (scale, offset): only the expanded V of a compensator
   int64_t bands, groups, tile_bytes, code_bytes, supers;
+  int kind;             // `bits`, E8P or E8
+  float scale, offset;  // of a stage: w = scale * code + offset
+  float second;         // scale of the second stage of a lattice format, 0 where there is none
+  bool add;             // results are added to what is there
+  Rotation in, out;
+
+  bool lattice() const { return kind >= E8P; }
 };
 
 // Activations [count, k], prepared for a tier, in one of two forms. Blocks are of 16 tokens, the last one smaller.
@@ -86,11 +108,19 @@ struct Tier {
   // for many tokens, and say how many multiply-accumulates of codes and activations that were.
   uint64_t (*read)(const uint8_t *p, int64_t bytes);
   int64_t (*spin)(int64_t rounds, int digits);
+  // x [n] -> T x, or with `adjoint` T^T x, in place; buffer is [n] too.
+  void (*rotate)(const Rotation &r, bool adjoint, float *x, float *buffer);
   // One tile: find the lines, round, pack (quantize.h).
   void (*quantize_tile)(const struct QuantizeTile &t);
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Codewords -> eight 4-bit codes, lane j in the low half of byte j, lane 4 + j in the high half (lattice_tables.cpp).
+struct LatticeTables {
+  uint32_t pattern[256], sign[256], e8[256];
+  uint32_t high[16];  // sign[low + 16 * i] = sign[low] ^ high[i] for low < 16
+  LatticeTables();
+};
+extern const LatticeTables LATTICE;
 
 }  // namespace trilobite
 #endif

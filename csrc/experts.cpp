@@ -10,39 +10,46 @@
 
 #include <algorithm>
 
-#include "engine.h"
 #include "dispatch.h"
+#include "experts.h"
 #include "kernel_convert.h"
 #include "matrix.h"
-#include "pool.h"
 
 namespace trilobite {
+
+int64_t element_size(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : 2; }
+
+const uint8_t *ExpertsCall::x() const { return (const uint8_t *)a.x + start * a.hidden * element_size(a.dtype); }
+
+float *low_rank_buffer(Workspace &ws, const Matrix &m, int count) {
+  return m.rank > 0 ? ws.get<float>((int64_t)count * m.rank) : nullptr;
+}
+
+int64_t ranks(const Matrix &m) { return ceil_div(m.rank, ROWS); }
+
+void add_bias(const trilobite_experts_args &a, const void *bias, int64_t at, int64_t width, int count, float *out,
+              int64_t ld) {
+  if (bias == nullptr) return;
+  for (int64_t i = 0; i < width; i++) {
+    const float b = element(bias, (int)a.bias_dtype, at + i);
+    for (int t = 0; t < count; t++) out[t * ld + i] += b;
+  }
+}
+
+int down_bands(const ExpertsCall &c, int threads) {
+  const int64_t bands = ceil_div(c.a.hidden, ROWS);
+  int units = c.tokens >= 64 ? 4 : 1;
+  while (units > 1 && bands < (int64_t)units * UNIT_BANDS * threads * 4) units /= 2;
+  return units * UNIT_BANDS;
+}
+
 namespace {
 
 constexpr int64_t PAIRS = 4096;     // (token, expert) pairs prepared at a time; bounds the memory of a long prefill
+constexpr int64_t KEPT = 1 << 24;   // values of gate, of up and of the result kept for rotations: bounds the pairs, too
 constexpr int64_t SMALL = 1 << 17;  // packed bytes below which waking other threads costs more than it saves
 
-struct Active {
-  int64_t expert, first;  // first of its pairs in the sorted order
-  int count;
-  bool gated;
-  Matrix gate, up, down;
-  Digits x, h;
-  float *z_gate, *z_up, *z_down;
-};
-
-struct Call {
-  const trilobite_experts_args &a;
-  const Tier &t;
-  int64_t start, tokens;   // of this pass
-  Active *active;
-  int64_t count;           // of active experts
-  int32_t *token;          // [pairs] token of each pair, sorted by expert; relative to `start`
-  float *weight;           // [pairs]
-  bool shared_x;           // one token: every expert reads the same digits
-};
-
-int64_t element_size(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : 2; }
+using Call = ExpertsCall;
 
 int64_t expert_of(const trilobite_experts_args &a, int64_t pair) {
   const int64_t e = a.index_bytes == 8 ? ((const int64_t *)a.index)[pair] : ((const int32_t *)a.index)[pair];
@@ -81,18 +88,17 @@ void route(Call &c, Workspace &ws) {
 
 bool read_matrices(const trilobite_experts_args &a, Active &e) {
   const int64_t *rows = a.table + e.expert * 3 * TRILOBITE_COLUMNS;
+  const trilobite_rotation *in = a.rotate_hidden, *out = a.rotate_intermediate;
   bool up, down;
-  if (!from_table(a.slab, a.slab_bytes, rows, a.intermediate, a.hidden, &e.gate, &e.gated)) return false;
-  if (!from_table(a.slab, a.slab_bytes, rows + TRILOBITE_COLUMNS, a.intermediate, a.hidden, &e.up, &up)) return false;
-  if (!from_table(a.slab, a.slab_bytes, rows + 2 * TRILOBITE_COLUMNS, a.hidden, a.intermediate, &e.down, &down)) return false;
+  if (!from_table(a.slab, a.slab_bytes, rows, a.intermediate, a.hidden, in, out, &e.gate, &e.gated)) return false;
+  if (!from_table(a.slab, a.slab_bytes, rows + TRILOBITE_COLUMNS, a.intermediate, a.hidden, in, out, &e.up, &up))
+    return false;
+  if (!from_table(a.slab, a.slab_bytes, rows + 2 * TRILOBITE_COLUMNS, a.hidden, a.intermediate, out, in, &e.down, &down))
+    return false;
   if (!up || !down) return fail("experts: expert %lld has no up or down matrix", (long long)e.expert);
   if (!e.gated && a.activation == TRILOBITE_GPT_OSS)
     return fail("experts: expert %lld has no gate, which activation gpt_oss needs", (long long)e.expert);
   return true;
-}
-
-float *low_rank_buffer(Workspace &ws, const Matrix &m, int count) {
-  return m.rank > 0 ? ws.get<float>((int64_t)count * m.rank) : nullptr;
 }
 
 Digits prepared(const Call &c, Workspace &ws, int count, int64_t k, int seg, bool intermediate) {
@@ -119,47 +125,18 @@ void allocate(Call &c, Workspace &ws) {
   }
 }
 
-const uint8_t *x_of(const Call &c) {
-  return (const uint8_t *)c.a.x + c.start * c.a.hidden * element_size(c.a.dtype);
-}
-
 void prepare_shared(const Call &c) {
   const int8_t *done[2] = {};
   for (int64_t i = 0; i < c.count; i++) {
     const Digits &d = c.active[i].x;
     const int8_t *&q = done[d.seg == 64];
-    if (q == nullptr) c.t.quantize_block(x_of(c), (int)c.a.dtype, nullptr, d, 0);
+    if (q == nullptr) c.t.quantize_block(c.x(), (int)c.a.dtype, nullptr, d, 0);
     q = d.q;
   }
 }
 
-// One flat range of tasks over all active experts: `size(expert)` tasks each.
-template <typename Size, typename Task>
-void share_flat(const Call &c, Team &team, int thread, int phase, Size size, Task task) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < c.count; i++) total += size(c.active[i]);
-  if (total == 0) return;
-  int64_t i = 0, first = 0;  // tasks come in ascending order within a stretch, so the search goes on from the last
-  team.share(thread, phase, total, [&](int64_t k) {
-    if (k < first) i = 0, first = 0;
-    for (int64_t n; k >= first + (n = size(c.active[i])); i++) first += n;
-    task(c.active[i], k - first);
-  });
-}
-
-int64_t ranks(const Matrix &m) { return ceil_div(m.rank, ROWS); }
-
 void project(const Call &c, const Matrix &m, int64_t i, const Digits &x, float *z, void *scratch) {
   c.t.low_rank_v(m, i * ROWS, x, z + i * ROWS, m.rank, scratch);
-}
-
-void add_bias(const trilobite_experts_args &a, const void *bias, int64_t at, int64_t width, int count, float *out,
-              int64_t ld) {
-  if (bias == nullptr) return;
-  for (int64_t i = 0; i < width; i++) {
-    const float b = element(bias, (int)a.bias_dtype, at + i);
-    for (int t = 0; t < count; t++) out[t * ld + i] += b;
-  }
 }
 
 // 64 rows of gate and up -> digits of act(gate) * up.
@@ -200,14 +177,6 @@ void down(const Call &c, int64_t band, int bands, float *sum, float *out, void *
   for (int64_t t = 0; t < c.tokens; t++) c.t.store(sum + t * ld, width, y + t * a.hidden * size, (int)a.dtype);
 }
 
-// Rows of one task of phase 4: wide when there are many tokens, so that their digits are streamed less often.
-int down_bands(const Call &c, int threads) {
-  const int64_t bands = ceil_div(c.a.hidden, ROWS);
-  int units = c.tokens >= 64 ? 4 : 1;
-  while (units > 1 && bands < (int64_t)units * UNIT_BANDS * threads * 4) units /= 2;
-  return units * UNIT_BANDS;
-}
-
 void phases(const Call &c, Team &team, int thread, int most) {
   Workspace &ws = worker_workspace();
   const int per_task = down_bands(c, team.count());
@@ -217,7 +186,7 @@ void phases(const Call &c, Team &team, int thread, int most) {
   if (!c.shared_x)
     share_flat(c, team, thread, 0, [](const Active &e) { return (int64_t)e.x.blocks(); },
                [&](Active &e, int64_t b) {
-                 c.t.quantize_block(x_of(c), (int)c.a.dtype, c.token + e.first, e.x, (int)b);
+                 c.t.quantize_block(c.x(), (int)c.a.dtype, c.token + e.first, e.x, (int)b);
                });
   share_flat(c, team, thread, 1, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
              [&](Active &e, int64_t i) {
@@ -241,23 +210,29 @@ bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
   route(c, ws);
   int most = 0;
   int64_t work = 0;
+  bool lattice = false;
   for (int64_t i = 0; i < c.count; i++) {
     if (!read_matrices(a, c.active[i])) return false;
     const Matrix &m = c.active[i].up;
+    lattice |= m.lattice() || c.active[i].gate.lattice() || c.active[i].down.lattice();
     most = std::max(most, c.active[i].count);
     work += 3 * c.active[i].count * m.bands * m.groups * m.tile_bytes;
   }
   if (most > 1) c.shared_x = false;  // one token that chose an expert twice has two rows there
+  const int threads = work < SMALL ? 1 : (int)a.threads;
+  if (lattice) return lattice_pass(c, ws, threads, most), true;
   allocate(c, ws);
   if (c.shared_x) prepare_shared(c);
-  run_team(work < SMALL ? 1 : (int)a.threads, [&](Team &team, int thread) { phases(c, team, thread, most); });
+  run_team(threads, [&](Team &team, int thread) { phases(c, team, thread, most); });
   return true;
 }
 
 }  // namespace
 
 bool experts(const trilobite_experts_args &a) {
-  const int64_t step = std::max<int64_t>(1, PAIRS / std::max<int64_t>(1, a.active));
+  const int64_t kept = KEPT / std::max<int64_t>(1, std::max(a.hidden, a.intermediate));
+  const int64_t pairs = a.rotate_hidden ? std::min(PAIRS, kept) : PAIRS;
+  const int64_t step = std::max<int64_t>(1, pairs / std::max<int64_t>(1, a.active));
   for (int64_t t = 0; t < a.tokens; t += step)
     if (!pass(a, t, std::min(step, a.tokens - t))) return false;
   return true;

@@ -32,13 +32,15 @@ uint16_t some_half() { return (uint16_t)((g_random() & 0x83ff) | (pick(8, 9) << 
 
 struct Weight {
   trilobite_matrix m{};
-  Bytes packed, scale, lra, lrb;
+  Bytes packed, scale, lra, lrb, lattice, signs_in, signs_out;
 
   void point() {
     m.packed = packed.data();
     m.scale = scale.empty() ? nullptr : scale.data();
     m.lra = lra.empty() ? nullptr : lra.data();
     m.lrb = lrb.empty() ? nullptr : lrb.data();
+    m.lattice = lattice.empty() ? nullptr : lattice.data();
+    m.signs_in = signs_in.data(), m.signs_out = signs_out.data();
   }
 };
 
@@ -76,6 +78,46 @@ void fill(Weight &w, int64_t n, int64_t k, int64_t group) {
     w.lra = factor(w.m.rank, n, w.m.rank_bits);
     w.lrb = factor(w.m.rank, k, w.m.rank_bits);
   }
+  w.point();
+}
+
+// Whatever Hadamard matrix: the tiers must agree on any core.
+struct Turn {
+  std::vector<float> core;
+  trilobite_rotation r{};
+
+  explicit Turn(int64_t n) {
+    r.n = n;
+    for (int64_t order : {3, 5})
+      if (n % order == 0) r.order[r.count++] = order;
+    for (int64_t i = 0; i < 25; i++) core.push_back(pick(0, 1) ? 1.0f : -1.0f);
+    for (int64_t i = 0; i < r.count; i++) r.core[i] = core.data();
+  }
+};
+
+// A length of the form 2^a, 3 * 2^a, 5 * 2^a or 15 * 2^a, a at least `low`.
+int64_t some_length(int64_t low, int64_t high) {
+  constexpr int64_t CORES[] = {1, 3, 5, 15};
+  return CORES[pick(0, 3)] << pick(low, high);
+}
+
+Bytes some_signs(int64_t n, bool tuned) {
+  Bytes b = noise(tuned ? 2 * n : (n + 7) / 8);
+  for (int64_t i = 0; tuned && i < n; i++) put_half(&b[2 * i], some_half());
+  return b;
+}
+
+void fill_lattice(Weight &w, int64_t n, int64_t k, const Turn &in, const Turn &out) {
+  w.m.n = n, w.m.k = k, w.m.bits = pick(2, 4), w.m.tuned = pick(0, 1);
+  w.m.rotate_in = &in.r, w.m.rotate_out = &out.r;
+  w.packed = noise((n + 15) / 16 * (k / 8) * 16 * w.m.bits);
+  w.lattice = Bytes(12);
+  w.lattice[1] = (uint8_t)w.m.bits;
+  const float scales[2] = {0.05f, w.m.bits > 2 ? 0.02f : 0.0f};
+  memcpy(&w.lattice[4], scales, sizeof scales);
+  w.signs_in = some_signs(k, w.m.tuned), w.signs_out = some_signs(n, w.m.tuned);
+  w.m.rank = pick(0, 2) ? 0 : pick(1, 20), w.m.rank_bits = 3;
+  if (w.m.rank) w.lra = factor(w.m.rank, n, 3), w.lrb = factor(w.m.rank, k, 3);
   w.point();
 }
 
@@ -126,6 +168,22 @@ bool fuzz_linear() {
   });
 }
 
+bool fuzz_lattice() {
+  const int64_t k = some_length(5, 8), n = some_length(0, 6), tokens = pick(0, 40);
+  const Turn in(k), out(n);
+  Weight w;
+  fill_lattice(w, n, k, in, out);
+  const auto x = activations(tokens * k), bias = activations(n);
+  const int64_t digits = pick(0, 1) ? TRILOBITE_EXACT : TRILOBITE_INT8, threads = pick(1, 2);
+  char what[200];
+  snprintf(what, sizeof what, "lattice n=%ld k=%ld tokens=%ld bits=%ld tuned=%ld rank=%ld digits=%ld", (long)n, (long)k,
+           (long)tokens, (long)w.m.bits, (long)w.m.tuned, (long)w.m.rank, (long)digits);
+  // With one digit a value that lies between two steps may round either way, as its last bit comes out of the rotation.
+  return agree(what, tokens * n, digits == TRILOBITE_EXACT ? 1e-4 : 2e-2, [&](float *y) {
+    return trilobite_linear(x.data(), TRILOBITE_F32, tokens, &w.m, bias.data(), TRILOBITE_F32, y, digits, threads);
+  });
+}
+
 struct Layer {
   Bytes slab;
   std::vector<int64_t> table;
@@ -137,7 +195,9 @@ struct Layer {
   }
 };
 
-Layer some_layer(int64_t experts, int64_t hidden, int64_t intermediate, int64_t group, bool gated) {
+// With transforms, some of the matrices are in lattice formats.
+Layer some_layer(int64_t experts, int64_t hidden, int64_t intermediate, int64_t group, bool gated, const Turn *h = nullptr,
+                 const Turn *i = nullptr) {
   Layer l;
   for (int64_t e = 0; e < experts; e++)
     for (int p = 0; p < 3; p++) {
@@ -146,28 +206,35 @@ Layer some_layer(int64_t experts, int64_t hidden, int64_t intermediate, int64_t 
         continue;
       }
       Weight w;
-      fill(w, p == 2 ? hidden : intermediate, p == 2 ? intermediate : hidden, group);
+      const bool lattice = h && pick(0, 3);
+      if (lattice && p == 2) fill_lattice(w, hidden, intermediate, *i, *h);
+      else if (lattice) fill_lattice(w, intermediate, hidden, *h, *i);
+      else fill(w, p == 2 ? hidden : intermediate, p == 2 ? intermediate : hidden, group);
       const int64_t row[] = {l.add(w.packed), l.add(w.scale), l.add(w.lra), l.add(w.lrb), w.m.rank, w.m.rank_bits,
                              w.m.bits, w.m.group, w.m.symmetric, w.m.double_quant};
       l.table.insert(l.table.end(), row, row + 10);
-      l.table.insert(l.table.end(), TRILOBITE_COLUMNS - 10, -1);
+      const int64_t more[] = {l.add(w.lattice), l.add(w.signs_in), l.add(w.signs_out), w.m.tuned, 0, 0};
+      l.table.insert(l.table.end(), more, more + 6);
     }
   return l;
 }
 
-bool fuzz_experts() {
-  const int64_t group = 32 * pick(1, 3), hidden = group * pick(1, 3), intermediate = group * pick(1, 3);
+bool fuzz_experts(bool lattice) {
+  const int64_t group = lattice ? 32 : 32 * pick(1, 3), hidden = lattice ? some_length(5, 6) : group * pick(1, 3);
+  const int64_t intermediate = lattice ? some_length(5, 6) : group * pick(1, 3);
+  const Turn h(hidden), i(intermediate);
   const int64_t experts = pick(1, 6), active = pick(1, 3), tokens = pick(1, 30);
-  Layer l = some_layer(experts, hidden, intermediate, group, pick(0, 3) > 0);
+  Layer l = some_layer(experts, hidden, intermediate, group, pick(0, 3) > 0, lattice ? &h : nullptr, lattice ? &i : nullptr);
   if (pick(0, 3) == 0) l.table[pick(0, (int64_t)l.table.size() - 1)] = (int64_t)g_random() >> pick(0, 63);  // a broken table
   const auto x = activations(tokens * hidden), weights = activations(tokens * active);
   std::vector<int64_t> index(tokens * active);
-  for (auto &i : index) i = pick(-1, experts + 1);
+  for (auto &e : index) e = pick(-1, experts + 1);
   trilobite_experts_args a{};
   a.x = x.data(), a.index = index.data(), a.weights = weights.data(), a.slab = l.slab.data(), a.table = l.table.data();
   a.index_bytes = 8, a.tokens = tokens, a.active = active, a.experts = experts, a.hidden = hidden;
   a.intermediate = intermediate, a.slab_bytes = (int64_t)l.slab.size(), a.activation = pick(0, 8);
   a.digits = TRILOBITE_EXACT, a.threads = pick(1, 2);
+  if (lattice) a.rotate_hidden = &h.r, a.rotate_intermediate = &i.r;
   // Activations amplify: a broken table may also decode to anything, so there only the codes are compared.
   return agree("experts", tokens * hidden, 1e-3, [&](float *y) {
     a.y = y;
@@ -184,7 +251,7 @@ int main(int argc, char **argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 200;
   g_random.seed(argc > 2 ? atoi(argv[2]) : 1);
   for (int i = 0; i < rounds; i++)
-    if (!fuzz_linear() || !fuzz_experts()) {
+    if (!fuzz_linear() || !fuzz_lattice() || !fuzz_experts(false) || !fuzz_experts(true)) {
       printf("failed in round %d\n", i);
       return 1;
     }

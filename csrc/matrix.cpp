@@ -1,10 +1,14 @@
 #include "matrix.h"
 
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 namespace trilobite {
 namespace {
+
+constexpr int64_t RECORD_BYTES = 12;  // of `weight_lattice`
 
 thread_local char g_error[512];
 
@@ -23,7 +27,55 @@ bool part(const uint8_t *slab, int64_t slab_bytes, int64_t at, int64_t bytes, co
   return true;
 }
 
+// A stage of a lattice format: the scale of its points, and with it those of the codes that `decode` leaves.
+void set_stage(Matrix *m, int kind, float scale) {
+  m->kind = kind, m->scale = scale / 2, m->offset = kind == E8 ? -2 * scale : -3.75f * scale;
+}
+
+bool describe_lattice(const trilobite_matrix &w, Matrix *m) {
+  uint8_t head[4];
+  float scale[2];
+  memcpy(head, w.lattice, sizeof head);
+  memcpy(scale, (const uint8_t *)w.lattice + sizeof head, sizeof scale);
+  const int bits = head[1];
+  if (head[0] != 0 || bits < 2 || bits > 4 || head[2] != 0 || head[3] != 0)
+    return fail("a lattice record of codebook %d, %d bits, transform %d; the native engine runs e8p with hadamard", head[0],
+                bits, head[2]);
+  if (w.bits != bits) return fail("%lld bits; the lattice record says %d", (long long)w.bits, bits);
+  if (!(scale[0] >= 0 && scale[0] < INFINITY && scale[1] >= 0 && scale[1] < INFINITY))
+    return fail("a lattice record with scales %g and %g", scale[0], scale[1]);
+  if (w.k % BLOCK) 
+    return fail("a lattice matrix with K=%lld, which is no multiple of %d", (long long)w.k, BLOCK);
+  if (!fits(w.rotate_in, w.k) || !fits(w.rotate_out, w.n))
+    return fail("a lattice matrix of [%lld, %lld] with transforms of other lengths", (long long)w.n, (long long)w.k);
+  m->in = {(const uint8_t *)w.signs_in, w.tuned != 0, w.rotate_in};
+  m->out = {(const uint8_t *)w.signs_out, w.tuned != 0, w.rotate_out};
+  m->group = 512;
+  while (w.k % m->group) m->group /= 2;
+  m->bits = bits, m->groups = w.k / m->group;
+  m->tile_bytes = m->code_bytes = (int64_t)m->group * bits * ROWS / 8;
+  m->second = bits > 2 ? scale[1] : 0;
+  set_stage(m, E8P, scale[0]);
+  return true;
+}
+
 }  // namespace
+
+bool fits(const trilobite_rotation *r, int64_t n) {
+  if (r == nullptr || r->n != n || r->count < 0 || r->count > TRILOBITE_CORES) return false;
+  for (int64_t i = 0; i < r->count; i++) {
+    if (r->order[i] < 2 || n % r->order[i] || r->core[i] == nullptr) return false;
+    n /= r->order[i];
+  }
+  return (n & (n - 1)) == 0;
+}
+
+Matrix second_stage(const Matrix &first) {
+  Matrix m = first;
+  m.packed += 2 * ROWS, m.add = true;
+  set_stage(&m, m.bits == 3 ? E8 : E8P, m.second);
+  return m;
+}
 
 bool fail(const char *format, ...) {
   va_list args;
@@ -39,12 +91,6 @@ bool describe(const trilobite_matrix &w, Matrix *m) {
   constexpr int64_t LIMIT = 1 << 30;  // keeps every product of sizes below within int64
   if (w.n < 1 || w.k < 1 || w.n > LIMIT || w.k > LIMIT)
     return fail("a matrix of [%lld, %lld] is out of range", (long long)w.n, (long long)w.k);
-  const int64_t group = w.group == 0 ? w.k : w.group;
-  if (w.bits != 2 && w.bits != 3 && w.bits != 4 && w.bits != 8)
-    return fail("%lld bits; supported are 2, 3, 4 and 8", (long long)w.bits);
-  if (group < BLOCK || group % BLOCK || w.k % group)
-    return fail("K=%lld does not divide into groups of %lld columns; a group must divide K and be a multiple of %d",
-                (long long)w.k, (long long)group, BLOCK);
   if (w.rank < 0 || w.rank > LIMIT || (w.rank > 0 && w.rank_bits != 3 && w.rank_bits != 8 && w.rank_bits != 16))
     return fail("a compensator of rank %lld in %lld bits; supported are 3, 8 and 16 bits", (long long)w.rank,
                 (long long)w.rank_bits);
@@ -52,24 +98,37 @@ bool describe(const trilobite_matrix &w, Matrix *m) {
   m->packed = (const uint8_t *)w.packed, m->super = (const uint8_t *)w.scale;
   m->lra = (const uint8_t *)w.lra, m->lrb = (const uint8_t *)w.lrb;
   m->n = w.n, m->k = w.k, m->rank = w.rank, m->rank_bits = w.rank > 0 ? (int)w.rank_bits : 0;
-  m->bits = (int)w.bits, m->group = (int)group, m->symmetric = w.symmetric != 0, m->double_quant = w.double_quant != 0;
-  m->bands = ceil_div(w.n, ROWS), m->groups = w.k / group;
+  m->bands = ceil_div(w.n, ROWS);
+  if (w.lattice != nullptr) return describe_lattice(w, m);
+  const int64_t group = w.group == 0 ? w.k : w.group;
+  if (w.bits != 2 && w.bits != 3 && w.bits != 4 && w.bits != 8)
+    return fail("%lld bits; supported are 2, 3, 4 and 8", (long long)w.bits);
+  if (group < BLOCK || group % BLOCK || w.k % group)
+    return fail("K=%lld does not divide into groups of %lld columns; a group must divide K and be a multiple of %d",
+                (long long)w.k, (long long)group, BLOCK);
+  m->bits = m->kind = (int)w.bits, m->group = (int)group, m->symmetric = w.symmetric != 0, m->double_quant = w.double_quant != 0;
+  m->groups = w.k / group;
   m->code_bytes = group * m->bits * ROWS / 8;
   m->tile_bytes = m->code_bytes + ROWS * (m->symmetric ? 1 : 2) * (m->double_quant ? 1 : 2);
   m->supers = m->double_quant ? ceil_div(m->groups, m->bits >= 4 ? 16 : 8) : 0;
   return true;
 }
 
-bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t *row, int64_t n, int64_t k, Matrix *m,
-                bool *present) {
+bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t *row, int64_t n, int64_t k,
+                const trilobite_rotation *in, const trilobite_rotation *out, Matrix *m, bool *present) {
   *present = row[0] >= 0;
   if (!*present) return true;
-  if (row[10] >= 0) return fail("experts: a lattice format; the native engine runs the affine ones");
   trilobite_matrix w{};
+  const void *p = nullptr;
+  if (row[10] >= 0) {
+    w.tuned = row[13] > 0, w.rotate_in = in, w.rotate_out = out;
+    if (!part(slab, slab_bytes, row[10], RECORD_BYTES, "lattice", &w.lattice)) return false;
+    if (!part(slab, slab_bytes, row[11], w.tuned ? 2 * k : ceil_div(k, 8), "signs_in", &w.signs_in)) return false;
+    if (!part(slab, slab_bytes, row[12], w.tuned ? 2 * n : ceil_div(n, 8), "signs_out", &w.signs_out)) return false;
+  }
   w.n = n, w.k = k, w.rank = row[4], w.rank_bits = row[5], w.bits = row[6], w.group = row[7];
   w.symmetric = row[8], w.double_quant = row[9];
   if (!describe(w, m)) return false;
-  const void *p = nullptr;
   if (!part(slab, slab_bytes, row[0], packed_bytes(*m), "packed", &p)) return false;
   m->packed = (const uint8_t *)p;
   if (m->double_quant) {

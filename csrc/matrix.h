@@ -12,9 +12,16 @@ const char *last_error();
 // Fill the derived fields. False (with a message) when the numbers describe no format.
 bool describe(const trilobite_matrix &w, Matrix *m);
 
-// Row [TRILOBITE_COLUMNS] of an expert table -> Matrix [n, k]; `present` is false where the row says "no matrix".
-bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t *row, int64_t n, int64_t k, Matrix *m,
-                bool *present);
+// Row [TRILOBITE_COLUMNS] of an expert table -> Matrix [n, k]; `present` is false where the row says "no matrix". `in` and
+// `out`: the transforms of length k and n.
+bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t *row, int64_t n, int64_t k,
+                const trilobite_rotation *in, const trilobite_rotation *out, Matrix *m, bool *present);
+
+// Whether the orders of the cores and a power of two multiply to n.
+bool fits(const trilobite_rotation *r, int64_t n);
+
+// The second stage of a lattice matrix that has one; its results are added.
+Matrix second_stage(const Matrix &first);
 
 // Columns of a segment that suits groups of `group` columns: 64, or 32.
 inline int segment(int64_t group) { return group % 64 == 0 ? 64 : 32; }

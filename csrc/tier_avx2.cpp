@@ -18,9 +18,10 @@ constexpr auto rows_tier = rows_few;
 #include "kernel/activation.h"
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
+#include "kernel/hadamard.h"
 }  // namespace
 
 extern const Tier tier_avx2;
 const Tier tier_avx2 = {"avx2", 0, no_parts, quantize_block, quantize_columns, rows_few, low_rank_v, low_rank_u, activate,
-                        store_floats, read_bytes, spin_dots, quantize_tile};
+                        store_floats, read_bytes, spin_dots, rotate, quantize_tile};
 }  // namespace trilobite

@@ -10,7 +10,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 3
+#define TRILOBITE_ABI 4
 TRILOBITE_API int trilobite_abi(void);
 
 // Element types of activations, routing weights, biases and results.
@@ -24,15 +24,32 @@ enum trilobite_activation {
   TRILOBITE_QUICK_GELU = 5, TRILOBITE_RELU2 = 6, TRILOBITE_TANH = 7, TRILOBITE_IDENTITY = 8, TRILOBITE_GPT_OSS = 9
 };
 
-// One packed matrix. Parts that are absent are NULL.
+// A Hadamard matrix of order n: the Kronecker product of `count` cores, [order, order] of +-1 in fp32, and Sylvester's of
+// what is left of n, a power of two (formats/incoherence.py).
+#define TRILOBITE_CORES 4
+typedef struct {
+  int64_t n, count;
+  int64_t order[TRILOBITE_CORES];
+  const float *core[TRILOBITE_CORES];
+} trilobite_rotation;
+
+// One packed matrix. Parts that are absent are NULL. With `lattice`, the 12 bytes of a record, `group`, `symmetric` and
+// `double_quant` mean nothing; the transforms have n = K and N.
 typedef struct {
   const void *packed, *scale, *lra, *lrb;
   int64_t n, k, rank, rank_bits, bits, group, symmetric, double_quant;
+  const void *lattice, *signs_in, *signs_out;
+  int64_t tuned;
+  const trilobite_rotation *rotate_in, *rotate_out;
 } trilobite_matrix;
 
 // y [tokens, n] = x [tokens, k] W^T + bias; x and y contiguous, of `dtype`; bias may be NULL.
 TRILOBITE_API int trilobite_linear(const void *x, int64_t dtype, int64_t tokens, const trilobite_matrix *w,
                                    const void *bias, int64_t bias_dtype, void *y, int64_t digits, int64_t threads);
+
+// x [count, n] of fp32, in place: each row x -> T x, or with `adjoint` T^T x, T as of a lattice matrix's side.
+TRILOBITE_API int trilobite_rotate(const trilobite_rotation *r, const void *signs, int64_t tuned, int64_t adjoint, float *x,
+                                   int64_t count);
 
 // Columns of a row of the table of experts (kernels/expert_table.py).
 #define TRILOBITE_COLUMNS 16
@@ -48,6 +65,7 @@ typedef struct {
   void *y;                   // [tokens, hidden] of dtype
   int64_t dtype, weights_dtype, bias_dtype, index_bytes;
   int64_t tokens, active, experts, hidden, intermediate, slab_bytes, activation, digits, threads;
+  const trilobite_rotation *rotate_hidden, *rotate_intermediate;  // or NULL where no matrix is in a lattice format
 } trilobite_experts_args;
 
 TRILOBITE_API int trilobite_experts(const trilobite_experts_args *args);

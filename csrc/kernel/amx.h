@@ -53,7 +53,7 @@ alignas(64) static const uint16_t WHOLE_NUMBERS[32] = {
 
 // Codes of one step [16 rows][4 columns] -> two lines of bfloat16, columns 0 and 2, then 1 and 3.
 template <int BITS> static inline void store_bf16(uint8_t *out, __m512i codes, __m512i table) {
-  if (BITS < 8) {
+  if (code_bits(BITS) < 8) {
     // The index is the low five bits of each word: column 0 or 2, then 1 or 3. Codes have at most four.
     Isa::store(out, _mm512_permutexvar_epi16(codes, table));
     Isa::store(out + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
@@ -67,12 +67,12 @@ template <int BITS> static inline void store_bf16(uint8_t *out, __m512i codes, _
   Isa::store(out + 64, _mm512_or_si512(_mm512_srli_epi32(f[1], 16), f[3]));
 }
 
-template <int BITS> static inline void decode_stretch(const uint8_t *codes, int width, bool bf16, uint8_t *out) {
+template <int BITS> static inline void decode_stretch(const Matrix &m, const uint8_t *codes, int width, bool bf16, uint8_t *out) {
   const __m512i table = _mm512_loadu_si512(WHOLE_NUMBERS);
-  for (int b = 0; b < width; b += BLOCK, codes += BITS * 64) {
-    for (int j = 0; j < BITS; j++) __builtin_prefetch(codes + PANEL_PREFETCH + 64 * j, 0, 2);
+  for (int b = 0; b < width; b += BLOCK, codes += planes<BITS>(m) * 64) {
+    for (int j = 0; j < planes<BITS>(m); j++) __builtin_prefetch(codes + PANEL_PREFETCH + 64 * j, 0, 2);
     Isa::Bytes c[8];
-    decode<BITS>(codes, c);
+    decode<BITS>(codes, planes<BITS>(m), c);
     UNROLL
     for (int j = 0; j < 8; j++)
       if (bf16) store_bf16<BITS>(out + (b * ROWS + 64 * j) * 2, c[j], table);
@@ -93,11 +93,13 @@ static void decode_panel(const Matrix &m, int64_t band, int64_t first, int colum
     p->first[p->count] = at, p->width[p->count] = width, p->count++;
     const uint8_t *codes = tile + into / BLOCK * m.bits * 64;
     uint8_t *out = p->codes + at * ROWS * (bf16 ? 2 : 1);
-    switch (m.bits) {
-      case 2: decode_stretch<2>(codes, width, bf16, out); break;
-      case 3: decode_stretch<3>(codes, width, bf16, out); break;
-      case 4: decode_stretch<4>(codes, width, bf16, out); break;
-      default: decode_stretch<8>(codes, width, bf16, out);
+    switch (m.kind) {
+      case E8P: decode_stretch<E8P>(m, codes, width, bf16, out); break;
+      case E8: decode_stretch<E8>(m, codes, width, bf16, out); break;
+      case 2: decode_stretch<2>(m, codes, width, bf16, out); break;
+      case 3: decode_stretch<3>(m, codes, width, bf16, out); break;
+      case 4: decode_stretch<4>(m, codes, width, bf16, out); break;
+      default: decode_stretch<8>(m, codes, width, bf16, out);
     }
   }
 }
@@ -145,11 +147,11 @@ template <bool BF16> static inline void multiply(Panel *p, int s, const Digits &
 // One block of up to N tokens x 16 rows x the panel. The next stretch's products are under way while the last one's are
 // scaled; the sums of the tokens stay in registers.
 template <bool BF16, int N>
-static void block_panel(Panel *p, const Digits &x, int block, int64_t column, float *out, int64_t ld) {
+static void block_panel(Panel *p, const Digits &x, int block, int64_t column, bool add, float *out, int64_t ld) {
   const int rows = x.rows(block);
   Isa::Floats acc[N];
   UNROLL16
-  for (int t = 0; t < N; t++) acc[t] = column == 0 || t >= rows ? Isa::set1(0) : Isa::load(out + t * ld);
+  for (int t = 0; t < N; t++) acc[t] = !add || t >= rows ? Isa::set1(0) : Isa::load(out + t * ld);
   multiply<BF16>(p, 0, x, block, column);
   for (int s = 0; s < p->count; s++) {
     if (s + 1 < p->count) multiply<BF16>(p, s + 1, x, block, column);
@@ -175,12 +177,13 @@ static void block_panel(Panel *p, const Digits &x, int block, int64_t column, fl
 }
 
 template <bool BF16>
-static void blocks_panel(Panel *p, const Digits &x, int from, int to, int n, int64_t column, float *out, int64_t ld) {
+static void blocks_panel(Panel *p, const Digits &x, int from, int to, int n, int64_t column, bool add, float *out,
+                         int64_t ld) {
   for (int block = from; block < to; block++) {
     float *o = out + (int64_t)block * TOKENS * ld;
-    if (n == 4) block_panel<BF16, 4>(p, x, block, column, o, ld);
-    else if (n == 8) block_panel<BF16, 8>(p, x, block, column, o, ld);
-    else block_panel<BF16, 16>(p, x, block, column, o, ld);
+    if (n == 4) block_panel<BF16, 4>(p, x, block, column, add, o, ld);
+    else if (n == 8) block_panel<BF16, 8>(p, x, block, column, add, o, ld);
+    else block_panel<BF16, 16>(p, x, block, column, add, o, ld);
   }
 }
 
@@ -198,9 +201,10 @@ static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, 
     for (int64_t column = 0; column < m.k; column += PANEL) {
       const int columns = m.k - column < PANEL ? (int)(m.k - column) : PANEL;
       for (int b = 0; b < bands; b++) {
+        const bool add = m.add || column > 0;
         decode_panel(m, band + b, column, columns, bf16 ? PANEL : x.seg, bf16, p);
-        if (bf16) blocks_panel<true>(p, x, from, to, n, column, out + b * ROWS, ld);
-        else blocks_panel<false>(p, x, from, to, n, column, out + b * ROWS, ld);
+        if (bf16) blocks_panel<true>(p, x, from, to, n, column, add, out + b * ROWS, ld);
+        else blocks_panel<false>(p, x, from, to, n, column, add, out + b * ROWS, ld);
       }
     }
   }

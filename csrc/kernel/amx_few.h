@@ -15,11 +15,11 @@ struct alignas(64) Ring {
 };
 
 template <int BITS>
-static inline void decode_segment(const uint8_t *codes, int seg, int64_t ahead, uint8_t *out) {
-  for (int b = 0; b < seg; b += BLOCK, codes += BITS * 64) {
-    for (int i = 0; i < BITS; i++) __builtin_prefetch(codes + ahead + 64 * i, 0, 3);
+static inline void decode_segment(const Matrix &m, const uint8_t *codes, int seg, int64_t ahead, uint8_t *out) {
+  for (int b = 0; b < seg; b += BLOCK, codes += planes<BITS>(m) * 64) {
+    for (int i = 0; i < planes<BITS>(m); i++) __builtin_prefetch(codes + ahead + 64 * i, 0, 3);
     Isa::Bytes c[8];
-    decode<BITS>(codes, c);
+    decode<BITS>(codes, planes<BITS>(m), c);
     UNROLL
     for (int step = 0; step < 8; step++) Isa::store(out + b * ROWS + 64 * step, c[step]);
   }
@@ -63,14 +63,15 @@ static void bands_digits(const Matrix &m, int64_t band, const Digits &x, Ring *r
   Affine w[NB] = {};
   Isa::Floats acc[NB][N];
   for (int n = 0; n < NB; n++)
-    for (int t = 0; t < N; t++) acc[n][t] = Isa::set1(0);
+    for (int t = 0; t < N; t++)
+      acc[n][t] = m.add && t < rows ? Isa::load(out + t * ld + n * ROWS) : Isa::set1(0);
   const uint8_t *next = first;  // codes of the segment that is decoded next, and how many of its group are left
   int left = per_group;
   auto decode_next = [&](int64_t s) {
     // At the end of its band a stream goes on with the next band that nobody reads yet.
     const int64_t at = next - first, ahead = at + PREFETCH < stride ? PREFETCH : PREFETCH + (NB - 1) * stride;
-    for (int n = 0; n < NB; n++) decode_segment<BITS>(next + n * stride, seg, ahead, r->codes[n][s % SLOTS]);
-    next += BITS * 2 * seg;
+    for (int n = 0; n < NB; n++) decode_segment<BITS>(m, next + n * stride, seg, ahead, r->codes[n][s % SLOTS]);
+    next += planes<BITS>(m) * 2 * seg;
     if (--left == 0) left = per_group, next += m.tile_bytes - m.code_bytes;
   };
   for (int64_t s = 0; s < AHEAD && s < x.segments; s++) decode_next(s);
@@ -130,7 +131,9 @@ static inline bool fit_tile(const Digits &x) {
 static void rows_amx_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, Ring *r) {
   alignas(64) const TileConfig config(x.digits * x.count, x.seg / 4);
   config.load();
-  switch (m.bits) {
+  switch (m.kind) {
+    case E8P: rows_digits<E8P>(m, band, bands, x, r, out, ld); break;
+    case E8: rows_digits<E8>(m, band, bands, x, r, out, ld); break;
     case 2: rows_digits<2>(m, band, bands, x, r, out, ld); break;
     case 3: rows_digits<3>(m, band, bands, x, r, out, ld); break;
     case 4: rows_digits<4>(m, band, bands, x, r, out, ld); break;

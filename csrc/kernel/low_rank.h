@@ -43,7 +43,7 @@ static Matrix expand_v(const Matrix &m, int64_t rank, int seg, uint8_t *scratch)
   memset(rows, 0, sizeof rows);
   Matrix v{};
   v.packed = scratch;
-  v.n = ROWS, v.k = m.k, v.bits = 8, v.group = seg, v.bands = 1, v.groups = m.k / seg, v.wide = true;
+  v.n = ROWS, v.k = m.k, v.bits = v.kind = 8, v.group = seg, v.bands = 1, v.groups = m.k / seg, v.wide = true;
   v.code_bytes = seg * ROWS, v.tile_bytes = v.code_bytes + 2 * ROWS * 4;
   for (int64_t g = 0; g < groups; g++) {
     float scale[2][ROWS] = {};

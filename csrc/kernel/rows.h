@@ -24,7 +24,7 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
   const uint8_t *tile = m.packed + band * stride;
   Isa::Floats acc[NB][NT];
   for (int n = 0; n < NB; n++)
-    for (int t = 0; t < NT; t++) acc[n][t] = Isa::set1(0);
+    for (int t = 0; t < NT; t++) acc[n][t] = m.add ? Isa::load(out + t * ld + n * ROWS) : Isa::set1(0);
   for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
     Affine w[NB];
     const uint8_t *codes = tile;
@@ -40,19 +40,19 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
       for (int n = 0; n < NB; n++)
         for (int t = 0; t < NT; t++)
           for (int d = 0; d < D; d++) a[n][t][d] = Isa::zero();
-      for (int b = 0; b < seg; b += BLOCK, codes += BITS * 64) {
+      for (int b = 0; b < seg; b += BLOCK, codes += planes<BITS>(m) * 64) {
         UNROLL
         for (int n = 0; n < NB; n++) {
-          for (int i = 0; i < BITS; i++) __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, 3);
+          for (int i = 0; i < planes<BITS>(m); i++) __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, 3);
           Isa::Bytes c[8];
-          decode<BITS>(codes + n * stride, c);
+          decode<BITS>(codes + n * stride, planes<BITS>(m), c);
           UNROLL
           for (int step = 0; step < 8; step++)
             UNROLL
             for (int t = 0; t < NT; t++)
               UNROLL
               for (int d = 0; d < D; d++)
-                a[n][t][d] = Isa::dot<BITS>(a[n][t][d], c[step], q + d * digit + t * seg + b + 4 * step);
+                a[n][t][d] = Isa::dot<code_bits(BITS)>(a[n][t][d], c[step], q + d * digit + t * seg + b + 4 * step);
         }
       }
       for (int n = 0; n < NB; n++)
@@ -90,7 +90,9 @@ static void bands_few(const Matrix &m, int64_t band, int bands, const Digits &x,
 
 template <int D>
 static void bands_bits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  switch (m.bits) {
+  switch (m.kind) {
+    case E8P: return bands_few<E8P, D>(m, band, bands, x, out, ld);
+    case E8: return bands_few<E8, D>(m, band, bands, x, out, ld);
     case 2: return bands_few<2, D>(m, band, bands, x, out, ld);
     case 3: return bands_few<3, D>(m, band, bands, x, out, ld);
     case 4: return bands_few<4, D>(m, band, bands, x, out, ld);

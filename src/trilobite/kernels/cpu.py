@@ -15,7 +15,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ from torch import Tensor
 
 from trilobite.errors import ArchitectureError, ShapeError
 from trilobite.formats.affine import packed_shape, scale_shape, tile_bytes
-from trilobite.formats.bitpack import BITS, BLOCK
-from trilobite.formats.weight import LR_GROUP, factor_shape
+from trilobite.formats.bitpack import BITS, BLOCK, ROWS
+from trilobite.formats.incoherence import factors, hadamard_matrix
+from trilobite.formats.weight import LR_GROUP, PackedWeight, factor_shape
 from trilobite.kernels import native
-from trilobite.kernels.expert_table import Column
-from trilobite.recipe import COMPENSATORS, Format
+from trilobite.kernels.expert_table import Column, has_lattice
+from trilobite.recipe import CODEBOOKS, COMPENSATORS, TRANSFORMS, Format, LatticeFormat
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS = {
@@ -279,6 +280,107 @@ def run_linear(x: Tensor, w: int, rows: int, bias: int | None, bias_dtype: int) 
     return y
 
 
+class _Rotation:
+    """The Hadamard matrix of order n, as the library takes it; keeps the memory of its cores alive."""
+
+    def __init__(self, n: int) -> None:
+        """Raises ShapeError where no Hadamard matrix is known."""
+        orders = factors(n)
+        if orders is None:
+            raise ShapeError(f"no Hadamard matrix of order {n} is known here; use the fourier transform")
+        cores = [m for m in orders if m & (m - 1)]
+        self._cores = [hadamard_matrix(m).float().contiguous() for m in cores]
+        order = (ctypes.c_int64 * native.CORES)(*cores)
+        core = (ctypes.c_void_p * native.CORES)(*(h.data_ptr() for h in self._cores))
+        self._structure = native.Rotation(n, len(cores), order, core)
+        self.address = ctypes.addressof(self._structure)
+
+
+@cache  # their addresses are given away
+def _rotation(n: int) -> _Rotation:
+    return _Rotation(n)
+
+
+def rotate(x: Tensor, signs: Tensor, *, adjoint: bool = False) -> Tensor:
+    """T x along the last dimension, or T^T x: `incoherence.Spin` of a Hadamard transform, on one thread.
+
+    x: [..., n] fp32    signs: as stored, uint8 [ceil(n/8)], or [2n] when tuned
+    Raises ShapeError where there is no Hadamard matrix of order n, and for another number of signs.
+    """
+    n = x.shape[-1]
+    if signs.numel() not in (-(-n // 8), 2 * n):
+        raise ShapeError(f"rotate: {signs.numel()} bytes of signs for vectors of {n} values")
+    y = _dense(x, "rotate: x", torch.float32).clone()
+    signs, tuned = _dense(signs, "rotate: signs", torch.uint8), int(signs.numel() == 2 * n)
+    rotation = _rotation(n)
+    if library().trilobite_rotate(
+        rotation.address, signs.data_ptr(), tuned, int(adjoint), y.data_ptr(), x.numel() // n
+    ):
+        _raise()
+    return y
+
+
+def runs(fmt: LatticeFormat, n: int, k: int) -> bool:
+    """Whether the library multiplies [n, k] matrices of a lattice format; the reference does it otherwise."""
+    few = all(sum(m & (m - 1) > 0 for m in factors(side) or ()) <= native.CORES for side in (n, k))
+    return available() and fmt.codebook == "e8p" and fmt.transform == "hadamard" and k % BLOCK == 0 and few
+
+
+def runs_experts(table: Tensor, hidden: int, intermediate: int) -> bool:
+    """Whether `runs` holds for all matrices of a table that are in a lattice format. table: [E, 3, 16] int64."""
+    rows = table[table[..., Column.LATTICE] >= 0]
+    kinds = {(c, t) for c, t in rows[:, [Column.CODEBOOK, Column.TRANSFORM]].tolist()}
+    formats = (LatticeFormat(codebook=CODEBOOKS[c], bits=2, transform=TRANSFORMS[t]) for c, t in kinds)
+    sides = ((hidden, intermediate), (intermediate, hidden))
+    return all(runs(fmt, n, k) for fmt in formats for n, k in sides)
+
+
+def lattice_matrix(w: PackedWeight) -> tuple[native.Matrix, tuple[Tensor | None, ...]]:
+    """A stored lattice matrix as the library takes it, and the tensors that its addresses belong to.
+
+    w: fits its shape, and `runs` accepts its format.
+    """
+    (n, k), dense = w.shape, []
+    for name, t in (
+        ("packed", w.packed),
+        ("lattice", w.lattice),
+        ("signs_in", w.signs_in),
+        ("signs_out", w.signs_out),
+    ):
+        assert t is not None
+        dense.append(_dense(t, f"linear: {name}", torch.uint8))
+    packed, record, signs_in, signs_out = dense
+    lra, lrb, rank_bits = _factors(w.lra, w.lrb, n, k)
+    found = native.Matrix(
+        packed=packed.data_ptr(),
+        lra=None if lra is None else lra.data_ptr(),
+        lrb=None if lrb is None else lrb.data_ptr(),
+        n=n,
+        k=k,
+        rank=w.rank,
+        rank_bits=rank_bits,
+        bits=packed.shape[2] // ROWS,
+        lattice=record.data_ptr(),
+        signs_in=signs_in.data_ptr(),
+        signs_out=signs_out.data_ptr(),
+        tuned=int(signs_in.numel() == 2 * k),
+        rotate_in=_rotation(k).address,
+        rotate_out=_rotation(n).address,
+    )
+    return found, (*dense, lra, lrb)
+
+
+def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
+    """`torch.ops.trilobite.lattice_linear` on the CPU, for a weight that fits its shape and that `runs` accepts.
+
+    x: [..., K]    bias: [N] or None    returns: [..., N] in x.dtype
+    """
+    found, _parts = lattice_matrix(w)
+    bias, bias_dtype = linear_bias(bias, w.shape[0])
+    address = None if bias is None else bias.data_ptr()
+    return run_linear(x, ctypes.addressof(found), w.shape[0], address, bias_dtype)
+
+
 def _check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
     if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         raise ShapeError(
@@ -357,6 +459,8 @@ def experts_layer(
         slab_bytes=slab.numel(),
         activation=ACTIVATIONS[activation],
     )
+    if has_lattice(table):
+        layer.rotate_hidden, layer.rotate_intermediate = (_rotation(n).address for n in sizes)
     return layer, (slab, table, gate_up_bias, down_bias)
 
 

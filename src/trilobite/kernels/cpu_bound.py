@@ -31,7 +31,10 @@ class BoundLinear(_Bound):
     def __init__(self, w: PackedWeight, bias: Tensor | None) -> None:
         """w: [N, K]    bias: [N] or None."""
         self._rows, self._k = w.shape
-        self._matrix, self._parts = cpu.matrix(w.packed, w.scale, w.lra, w.lrb, w.shape)
+        if w.lattice is None:
+            self._matrix, self._parts = cpu.matrix(w.packed, w.scale, w.lra, w.lrb, w.shape)
+        else:
+            self._matrix, self._parts = cpu.lattice_matrix(w)
         self._bias, self._bias_dtype = cpu.linear_bias(bias, self._rows)
         self._address = ctypes.addressof(self._matrix)
         self._bias_address = None if self._bias is None else self._bias.data_ptr()

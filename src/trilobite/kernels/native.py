@@ -14,6 +14,16 @@ VARIABLE = "TRILOBITE_LIBRARY"
 """Environment variable: path of another build of the library, for example one with sanitizers."""
 
 
+CORES = 4
+"""TRILOBITE_CORES."""
+
+
+class Rotation(Structure):
+    """`trilobite_rotation`."""
+
+    _fields_ = (("n", c_int64), ("count", c_int64), ("order", c_int64 * CORES), ("core", c_void_p * CORES))
+
+
 class Matrix(Structure):
     """`trilobite_matrix`."""
 
@@ -23,6 +33,9 @@ class Matrix(Structure):
             (name, c_int64)
             for name in ("n", "k", "rank", "rank_bits", "bits", "group", "symmetric", "double_quant")
         ),
+        *((name, c_void_p) for name in ("lattice", "signs_in", "signs_out")),
+        ("tuned", c_int64),
+        *((name, c_void_p) for name in ("rotate_in", "rotate_out")),
     )
 
 
@@ -43,6 +56,7 @@ class ExpertsArgs(Structure):
             for name in ("experts", "hidden", "intermediate", "slab_bytes", "activation", "digits")
         ),
         ("threads", c_int64),
+        *((name, c_void_p) for name in ("rotate_hidden", "rotate_intermediate")),
     )
 
 
@@ -56,7 +70,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / NAME
 
 
-ABI = 3
+ABI = 4
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 
@@ -70,6 +84,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
             c_int,
             [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64],
         ),
+        "rotate": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
         "experts": (c_int, [c_void_p]),
         "quantize": (c_int, [c_void_p]),
         "error": (c_char_p, []),

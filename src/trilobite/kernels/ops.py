@@ -20,6 +20,7 @@ from trilobite.kernels import cpu, reference
 from trilobite.kernels.cpu_bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu_bound import BoundLinear as BoundLinear
 from trilobite.kernels.expert_table import has_lattice
+from trilobite.recipe import LatticeFormat
 
 if TYPE_CHECKING:
     from trilobite.kernels.triton_layout import Pack as Pack
@@ -91,7 +92,15 @@ def _lattice_linear(
         lrb=lrb,
     )
     check(w)
+    if x.is_cpu and _runs(w):
+        return cpu.lattice_linear(x, w, bias)
     return reference.linear(x, w, bias)
+
+
+def _runs(w: PackedWeight) -> bool:
+    """Whether the CPU engine multiplies this lattice matrix."""
+    fmt = w.format
+    return isinstance(fmt, LatticeFormat) and cpu.runs(fmt, *w.shape)
 
 
 def _lattice_linear_fake(
@@ -154,8 +163,14 @@ def _experts_cpu(
     intermediate: int,
     activation: str,
 ) -> Tensor:
-    run = cpu.experts if activation in cpu.ACTIVATIONS and not has_lattice(table) else _experts
+    run = cpu.experts if _runs_experts(table, activation, x.shape[-1], intermediate) else _experts
     return run(x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation)
+
+
+def _runs_experts(table: Tensor, activation: str, hidden: int, intermediate: int) -> bool:
+    """Whether the CPU engine runs this layer."""
+    lattice = has_lattice(table)
+    return activation in cpu.ACTIVATIONS and (not lattice or cpu.runs_experts(table, hidden, intermediate))
 
 
 def _linear_gpu(
@@ -262,8 +277,12 @@ def bind_linear(w: PackedWeight, bias: Tensor | None) -> BoundLinear | None:
 
     Raises ShapeError when the parts do not fit.
     """
-    if not cpu.available() or not w.packed.is_cpu or w.lattice is not None:
+    if not cpu.available() or not w.packed.is_cpu:
         return None
+    if w.lattice is not None:
+        check(w)
+        if not _runs(w):
+            return None
     return BoundLinear(w, bias)
 
 
@@ -281,7 +300,7 @@ def bind_experts(
 
     Raises ShapeError when the parts do not fit.
     """
-    if not cpu.available() or not slab.is_cpu or activation not in cpu.ACTIVATIONS or has_lattice(table):
+    if not cpu.available() or not slab.is_cpu or not _runs_experts(table, activation, hidden, intermediate):
         return None
     return BoundExperts(slab, table, (gate_up_bias, down_bias), (hidden, intermediate), activation)
 

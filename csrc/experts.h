@@ -1,0 +1,58 @@
+// What the two ways to run a layer of experts share: experts.cpp (affine formats), lattice_experts.cpp (with rotations).
+#ifndef TRILOBITE_EXPERTS_H
+#define TRILOBITE_EXPERTS_H
+#include "engine.h"
+#include "pool.h"
+
+namespace trilobite {
+
+struct Active {
+  int64_t expert, first;  // first of its pairs in the sorted order
+  int count;
+  bool gated;
+  Matrix gate, up, down;
+  Digits x, h;
+  float *z_gate, *z_up, *z_down;
+};
+
+struct ExpertsCall {
+  const trilobite_experts_args &a;
+  const Tier &t;
+  int64_t start, tokens;   // of this pass
+  Active *active;
+  int64_t count;           // of active experts
+  int32_t *token;          // [pairs] token of each pair, sorted by expert; relative to `start`
+  float *weight;           // [pairs]
+  bool shared_x;           // one token: every expert reads the same digits
+
+  const uint8_t *x() const;
+};
+
+int64_t element_size(int64_t dtype);
+float *low_rank_buffer(Workspace &ws, const Matrix &m, int count);
+int64_t ranks(const Matrix &m);
+void add_bias(const trilobite_experts_args &a, const void *bias, int64_t at, int64_t width, int count, float *out,
+              int64_t ld);
+// Bands of a task of the down projections: wide when there are many tokens, so that their digits are read less often.
+int down_bands(const ExpertsCall &c, int threads);
+
+// One flat range of tasks over all active experts: `size(expert)` tasks each.
+template <typename Size, typename Task>
+void share_flat(const ExpertsCall &c, Team &team, int thread, int phase, Size size, Task task) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < c.count; i++) total += size(c.active[i]);
+  if (total == 0) return;
+  int64_t i = 0, first = 0;  // tasks come in ascending order within a stretch, so the search goes on from the last
+  team.share(thread, phase, total, [&](int64_t k) {
+    if (k < first) i = 0, first = 0;
+    for (int64_t n; k >= first + (n = size(c.active[i])); i++) first += n;
+    task(c.active[i], k - first);
+  });
+}
+
+// The pass for layers in which an active expert has a matrix in a lattice format.
+// `most`: tokens of the busiest expert.
+void lattice_pass(const ExpertsCall &c, Workspace &ws, int threads, int most);
+
+}  // namespace trilobite
+#endif
