@@ -329,26 +329,26 @@ def runs_experts(table: Tensor, hidden: int, intermediate: int) -> bool:
     return all(runs(fmt, n, k) for fmt in formats for n, k in sides)
 
 
-def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
-    """`torch.ops.trilobite.lattice_linear` on the CPU, for a weight that fits its shape and that `runs` accepts.
+def lattice_matrix(w: PackedWeight) -> tuple[native.Matrix, tuple[object, ...]]:
+    """A weight as the library takes it, and what must live as long, since its addresses are in there.
 
-    x: [..., K]    bias: [N] or None    returns: [..., N] in x.dtype
+    w: fits its shape, and `runs` accepts it
     """
     assert w.lattice is not None
     assert w.signs_in is not None
     assert w.signs_out is not None
-    (n, k), dtype = w.shape, _dtype(x, "linear: x")
-    x, packed = _dense(x, "linear: x"), _dense(w.packed, "linear: packed", torch.uint8)
-    parts = [
+    n, k = w.shape
+    packed, lattice, signs_in, signs_out = (
         _dense(t, f"linear: {name}", torch.uint8)
-        for name, t in (("lattice", w.lattice), ("signs_in", w.signs_in), ("signs_out", w.signs_out))
-    ]
+        for name, t in (
+            ("packed", w.packed),
+            ("lattice", w.lattice),
+            ("signs_in", w.signs_in),
+            ("signs_out", w.signs_out),
+        )
+    )
     lra, lrb, rank_bits = _factors(w.lra, w.lrb, n, k)
-    if bias is not None:
-        bias = _dense(bias, "linear: bias")
-        if bias.shape != (n,):
-            raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{n}]")
-    y = x.new_empty((*x.shape[:-1], n))
+    rotate_in, rotate_out = _rotation(k), _rotation(n)
     matrix = native.Matrix(
         packed=packed.data_ptr(),
         lra=None if lra is None else lra.data_ptr(),
@@ -358,13 +358,29 @@ def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
         rank=w.rank,
         rank_bits=rank_bits,
         bits=packed.shape[2] // ROWS,
-        lattice=parts[0].data_ptr(),
-        signs_in=parts[1].data_ptr(),
-        signs_out=parts[2].data_ptr(),
-        tuned=int(parts[1].numel() == 2 * k),
-        rotate_in=_rotation(k).address,
-        rotate_out=_rotation(n).address,
+        lattice=lattice.data_ptr(),
+        signs_in=signs_in.data_ptr(),
+        signs_out=signs_out.data_ptr(),
+        tuned=int(signs_in.numel() == 2 * k),
+        rotate_in=rotate_in.address,
+        rotate_out=rotate_out.address,
     )
+    return matrix, (packed, lattice, signs_in, signs_out, lra, lrb, rotate_in, rotate_out)
+
+
+def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
+    """`torch.ops.trilobite.lattice_linear` on the CPU, for a weight that fits its shape and that `runs` accepts.
+
+    x: [..., K]    bias: [N] or None    returns: [..., N] in x.dtype
+    """
+    (n, k), dtype = w.shape, _dtype(x, "linear: x")
+    x = _dense(x, "linear: x")
+    if bias is not None:
+        bias = _dense(bias, "linear: bias")
+        if bias.shape != (n,):
+            raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{n}]")
+    matrix, _parts = lattice_matrix(w)
+    y = x.new_empty((*x.shape[:-1], n))
     if library().trilobite_linear(
         x.data_ptr(),
         dtype,
@@ -458,8 +474,9 @@ def experts(
         _digits,
         _threads(),
     )
-    if has_lattice(table):
-        args.rotate_hidden, args.rotate_intermediate = (_rotation(n).address for n in (hidden, intermediate))
+    rotations = [_rotation(n) for n in (hidden, intermediate)] if has_lattice(table) else []
+    if rotations:
+        args.rotate_hidden, args.rotate_intermediate = (r.address for r in rotations)
     assert _lib is not None
     if _lib.trilobite_experts(ctypes.addressof(args)):
         _raise()
