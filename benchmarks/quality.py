@@ -118,7 +118,8 @@ def calibrated() -> dict[str, Recipe]:
         found[f"quip{bits}-free"] = PRESETS[f"quip{bits}-free"]
         found[f"quip{bits} (no E8)"] = with_format(PRESETS[f"quip{bits}"], f"grid-{bits}")
         found[f"quip{bits}"] = PRESETS[f"quip{bits}"]
-        found[f"quip{bits} (fourier)"] = with_format(PRESETS[f"quip{bits}"], f"e8p-{bits}-fourier")
+        if bits < 4:
+            found[f"quip{bits} (fourier)"] = with_format(PRESETS[f"quip{bits}"], f"e8p-{bits}-fourier")
     found["gptq3" + BEHIND] = PRESETS["gptq3"]
     return named(found)
 
@@ -264,6 +265,11 @@ def frequencies(model: Path, work: Path) -> Frequency:
 
 def unpacked(folder: Path, original: Path) -> PreTrainedModel:
     """A packed model as an ordinary float32 one: every matrix decoded once."""
+    return build(decoded(folder), original)
+
+
+def decoded(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a packed model by the original's names, every matrix decoded."""
     tensors = map_tensors(open_source(str(folder)))
     shapes = {t["name"].removesuffix(".weight"): t["shape"] for t in read_report(folder)["tensors"]}
     for path, parts in group_parts(tensors).items():
@@ -271,7 +277,7 @@ def unpacked(folder: Path, original: Path) -> PreTrainedModel:
         for suffix in parts:
             del tensors[f"{path}.weight_{suffix}"]
         tensors[f"{path}.weight"] = dequantize(PackedWeight(shape=(n, k), **parts))
-    return build(tensors, original)
+    return tensors
 
 
 def build(tensors: dict[str, Tensor], original: Path) -> PreTrainedModel:
@@ -400,7 +406,7 @@ def checks(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
         ("2 to 2.13 bits", ("quip2", "quip2 (no E8)", "gptq int2-g128-sym", "search int2-g128-sym")),
         ("3 bits, calibrated", ("quip3", "quip3 (no E8)", "gptq3", "search3", "rtn3")),
         ("4 bits, calibrated", ("quip4", "quip4 (no E8)", "gptq4", "search4", "rtn4")),
-        *((f"{b} bits, Hadamard and Fourier", (f"quip{b}", f"quip{b} (fourier)")) for b in (2, 3, 4)),
+        *((f"{b} bits, Hadamard and Fourier", (f"quip{b}", f"quip{b} (fourier)")) for b in (2, 3)),
         *((f"{b} bits, ranks", (f"milo-s1 (gptq) int{b}", f"gptq{b}")) for b in (2, 3)),
         ("propagation", ("gptq3" + BEHIND, "gptq3")),
         ("8, 4 and 3 bit", ("int8", "int4", "mixed-4-3", "search3")),
