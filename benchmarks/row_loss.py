@@ -2,8 +2,8 @@
 
     python benchmarks/row_loss.py ../shared/models/tiny-mixtral-outliers [--tokens 4096] [--page docs/results.md]
 
-Takes what `quality.py --calibration` left in the work folder. With E = W - W_q, for each role the mean over attention and
-expert 1 of all layers of
+Takes what `quality.py --calibration` left in the work folder. With E = W - W_q, for attention and expert 1 the mean
+over layers of
 
     whole    tr(E H E^T) / tr(W H W^T)                what both methods make small
     rows     the mean over rows of the same ratio     what an output of small size suffers
