@@ -1,10 +1,12 @@
 """What does each recipe cost a model? Bytes, bits per weight, perplexity, KL divergence, agreement, seconds.
 
     python benchmarks/quality.py ../shared/models/tiny-mixtral-outliers [--tokens 8192] [-o FILE.md]
+    python benchmarks/quality.py ../shared/models/tiny-mixtral-outliers --calibration ../shared/data/train/wikipedia.txt
 
-Compresses the model with every recipe of `recipes()` into the work folder (finished ones are used again,
+Compresses the model with every recipe of `data_free()` into the work folder (finished ones are used again,
 `--fresh` makes all anew), then measures all of them in one pass over the text, so that the original runs once
-per batch.
+per batch. With `--calibration` it is those of `calibrated()`: the original is run on that text once, its Hessians
+are kept in the work folder, and all recipes take them from there.
 
 The operators decode packed weights on every call. So that 20 recipes x 300,000 tokens take minutes, each
 packed model is decoded once into a float32 model; on the first window it must agree with the operators
@@ -16,8 +18,10 @@ Prints a markdown table, whether the orderings hold that the methods promise, an
 import argparse
 import gc
 import json
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,15 +36,17 @@ from transformers.utils import logging as transformers_logging
 
 import trilobite.integrations.transformers  # noqa: F401  (registers the plugin)
 from trilobite.checkpoint.packed import read_report
+from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import open_source
 from trilobite.errors import DestinationError
 from trilobite.evaluate.frequency import expert_frequency, load_frequency, save_frequency
 from trilobite.evaluate.perplexity import REFERENCE, Score, score, tokenize_file, windows
 from trilobite.formats.weight import PackedWeight, dequantize
-from trilobite.quantize.calibration import Calibration
-from trilobite.quantize.compress import Options, compress
+from trilobite.quantize.calibrated import Calibrator, Run
+from trilobite.quantize.calibration import SAMPLES, Calibration
+from trilobite.quantize.compress import Options, compress, prepare
 from trilobite.quantize.plan import Plan
-from trilobite.recipe import PRESETS, Format, Recipe, needs_calibration
+from trilobite.recipe import PRESETS, AnyFormat, Recipe, needs_calibration, parse_format
 from trilobite.runtime.load import load, load_tokenizer, map_tensors
 from trilobite.runtime.swap import group_parts
 
@@ -48,11 +54,12 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 TEXT = SHARED / "data/eval/wikitext-2/wiki.test.detok.txt"
 FREQUENCY_TEXT = SHARED / "data/train/wikipedia.txt"
 FREQUENCY_TOKENS = 65_536
-CALIBRATION_TEXT = FREQUENCY_TEXT
 WORK = Path(tempfile.gettempdir()) / "trilobite-bench"
 AGREEMENT = 1e-6
 """Largest KL divergence between the operators and the decoded model: float32 rounding, nothing else."""
 HEAD16 = "search3, 16-bit head"
+BEHIND = " (behind quantized)"
+"""Ends the names of rows whose blocks are calibrated on what the quantized blocks before them make."""
 Frequency = dict[int, list[int]]
 
 
@@ -75,8 +82,8 @@ class Packed:
 # Recipes
 
 
-def recipes() -> dict[str, Recipe]:
-    """Everything that is measured, by the name in the table."""
+def data_free() -> dict[str, Recipe]:
+    """What is measured without a calibration text, by the name in the table."""
     found = {name: PRESETS[name] for name in ("rtn3", "hqq3", "search3")}
     for size in ("s1", "s2"):
         for method in ("hqq", "search"):
@@ -89,12 +96,37 @@ def recipes() -> dict[str, Recipe]:
     found |= {name: PRESETS[name] for name in ("milo-s1-paper", "milo-s2-paper")}
     found["mixed-4-3"], found["mixed-4-2"] = PRESETS["mixed-4-3"], PRESETS["mixed-4-2"]
     found["int8"], found["int4"] = PRESETS["int8"], PRESETS["int4"]
+    found[HEAD16] = without_head(PRESETS["search3"])
+    return named(found)
+
+
+def calibrated() -> dict[str, Recipe]:
+    """What is measured with a calibration text, beside the data-free methods of as many bits."""
+    found: dict[str, Recipe] = {}
     for bits in (2, 3, 4):
+        for method in ("rtn", "hqq", "search"):
+            found[f"{method}{bits}"] = with_bits(PRESETS[f"{method}3"], bits)
         found[f"gptq{bits}"] = PRESETS[f"gptq{bits}"]
         found[f"gptq{bits} (order)"] = with_method(PRESETS[f"gptq{bits}"], "gptq-order")
-        found[f"milo-s1 (gptq) int{bits}"] = with_method(with_bits(PRESETS["milo-s1"], bits), "gptq")
-    found[HEAD16] = without_head(PRESETS["search3"])
-    return {name: replace(r, name=slug(name)) for name, r in found.items()}
+        found[f"milo-s1 (search) int{bits}"] = with_bits(PRESETS["milo-s1"], bits)
+        if bits < 4:
+            found[f"milo-s1 (gptq) int{bits}"] = with_method(found[f"milo-s1 (search) int{bits}"], "gptq")
+        if bits == 2:  # near the bits of QuIP#
+            for fmt in ("int2-g128-sym", "int2-g64-dq"):
+                found[f"search {fmt}"] = with_format(PRESETS["search3"], fmt)
+                found[f"gptq {fmt}"] = with_format(PRESETS["gptq2"], fmt)
+        found[f"quip{bits}-free"] = PRESETS[f"quip{bits}-free"]
+        found[f"quip{bits} (no E8)"] = with_format(PRESETS[f"quip{bits}"], f"grid-{bits}")
+        found[f"quip{bits}"] = PRESETS[f"quip{bits}"]
+        if bits < 4:
+            found[f"quip{bits} (fourier)"] = with_format(PRESETS[f"quip{bits}"], f"e8p-{bits}-fourier")
+    found["gptq3" + BEHIND] = PRESETS["gptq3"]
+    return named(found)
+
+
+def named(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Each recipe is called as its row is."""
+    return {name: replace(r, name=slug(name)) for name, r in recipes.items()}
 
 
 def slug(name: str) -> str:
@@ -117,34 +149,64 @@ def with_bits(recipe: Recipe, bits: int) -> Recipe:
     return replace(recipe, rules=rules)
 
 
+def with_format(recipe: Recipe, fmt: str) -> Recipe:
+    """The same recipe with another format in every rule of the body; the head stays as it is."""
+    rules = tuple(r if _is_head(r.format) else replace(r, format=parse_format(fmt)) for r in recipe.rules)
+    return replace(recipe, rules=rules)
+
+
 def without_head(recipe: Recipe) -> Recipe:
     """The same recipe with the output head in 16 bit."""
     return replace(recipe, rules=tuple(r for r in recipe.rules if not _is_head(r.format)))
 
 
-def _is_head(fmt: Format | None) -> bool:
+def _is_head(fmt: AnyFormat | None) -> bool:
     return fmt is not None and fmt.bits == 8
 
 
 # Compressing
 
 
+def hessians(model: Path, work: Path, calibration: Calibration) -> tuple[Calibration, float]:
+    """The Hessians of the original model, collected once for all recipes, and the seconds that took."""
+    folder = work / model.name / "hessians"
+    clock = folder.with_name("hessians.seconds")
+    source = open_source(str(model))
+    lines = [line for line in prepare(source, PRESETS["gptq3"]).lines if line.method == "gptq"]
+    started = time.monotonic()
+    calibrator = Calibrator(source, replace(calibration, propagate="original", save=folder))
+    assert calibrator.store is not None
+    if any(line.matrix.name not in calibrator.store for line in lines):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        calibrator.build(source, identify(source), torch.device("cpu"))
+        calibrator.collect(lines, Run(jobs=os.cpu_count() or 1, workspace=work))
+        torch.set_num_threads(threads)
+        clock.write_text(f"{time.monotonic() - started:.3f}\n")
+    return Calibration(hessians=folder), float(clock.read_text())
+
+
 def pack(
-    model: Path, recipe: Recipe, work: Path, *, frequency: Frequency | None, fresh: bool = False
+    model: Path,
+    recipe: Recipe,
+    work: Path,
+    *,
+    frequency: Frequency | None,
+    calibration: Calibration | None = None,
+    fresh: bool = False,
 ) -> Packed:
     """Compress into the work folder, or use what an earlier run left there."""
     folder = work / model.name / recipe.name
     clock = folder.with_name(f"{folder.name}.seconds")
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
-    calibration = Calibration(text=CALIBRATION_TEXT) if needs_calibration(recipe) else None
     run = partial(
         compress,
         str(model),
         folder,
         recipe,
         frequency=frequency,
-        calibration=calibration,
+        calibration=calibration if needs_calibration(recipe) else None,
         options=Options(device="cpu"),
     )
     try:
@@ -203,6 +265,11 @@ def frequencies(model: Path, work: Path) -> Frequency:
 
 def unpacked(folder: Path, original: Path) -> PreTrainedModel:
     """A packed model as an ordinary float32 one: every matrix decoded once."""
+    return build(decoded(folder), original)
+
+
+def decoded(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a packed model by the original's names, every matrix decoded."""
     tensors = map_tensors(open_source(str(folder)))
     shapes = {t["name"].removesuffix(".weight"): t["shape"] for t in read_report(folder)["tensors"]}
     for path, parts in group_parts(tensors).items():
@@ -210,7 +277,7 @@ def unpacked(folder: Path, original: Path) -> PreTrainedModel:
         for suffix in parts:
             del tensors[f"{path}.weight_{suffix}"]
         tensors[f"{path}.weight"] = dequantize(PackedWeight(shape=(n, k), **parts))
-    return build(tensors, original)
+    return tensors
 
 
 def build(tensors: dict[str, Tensor], original: Path) -> PreTrainedModel:
@@ -335,9 +402,13 @@ def checks(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
         ("INT3", ("16 bit", "milo-s2 (search)", "milo-s1 (search)", "search3", "hqq3", "rtn3")),
         ("INT3, HQQ inside", ("milo-s2 (hqq)", "milo-s1 (hqq)", "hqq3")),
         ("INT2", ("milo-s2 (search) int2", "milo-s1 (search) int2", "search2", "hqq2", "rtn2")),
-        ("INT2, calibrated", ("gptq2", "search2", "rtn2")),
-        ("INT3, calibrated", ("milo-s1 (gptq) int3", "gptq3", "search3", "rtn3")),
-        ("INT4, calibrated", ("gptq4", "int4")),
+        ("2 bits, calibrated", ("quip2", "quip2 (no E8)", "gptq2", "search2", "rtn2")),
+        ("2 to 2.13 bits", ("quip2", "quip2 (no E8)", "gptq int2-g128-sym", "search int2-g128-sym")),
+        ("3 bits, calibrated", ("quip3", "quip3 (no E8)", "gptq3", "search3", "rtn3")),
+        ("4 bits, calibrated", ("quip4", "quip4 (no E8)", "gptq4", "search4", "rtn4")),
+        *((f"{b} bits, Hadamard and Fourier", (f"quip{b}", f"quip{b} (fourier)")) for b in (2, 3)),
+        *((f"{b} bits, ranks", (f"milo-s1 (gptq) int{b}", f"gptq{b}")) for b in (2, 3)),
+        ("propagation", ("gptq3" + BEHIND, "gptq3")),
         ("8, 4 and 3 bit", ("int8", "int4", "mixed-4-3", "search3")),
     )
     found = []
@@ -359,11 +430,24 @@ def checks(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
 def main() -> None:
     args = _arguments()
     bench = open_bench(args.model, args.text, context=args.context, tokens=args.tokens, memory=args.memory)
-    chosen = {n: r for n, r in recipes().items() if not args.recipes or n in args.recipes}
+    recipes = calibrated() if args.calibration else data_free()
+    chosen = {n: r for n, r in recipes.items() if not args.recipes or n in args.recipes}
     frequency = frequencies(args.model, args.work)
+    text = shared = None
+    notes = []
+    if args.calibration:
+        text = Calibration(text=args.calibration, samples=args.samples, context=args.context)
+        shared, seconds = hessians(args.model, args.work, text)
+        notes = [
+            f"Calibrated on {args.samples} windows of {args.context} tokens of {args.calibration.name}; the Hessians of "
+            f"the original blocks took {seconds:.1f} s once, which no row counts but those behind quantized blocks."
+        ]
     packed: dict[str, Packed] = {}
     for name, recipe in chosen.items():
-        packed[name] = pack(args.model, recipe, args.work, frequency=frequency, fresh=args.fresh)
+        calibration = text if name.endswith(BEHIND) else shared
+        packed[name] = pack(
+            args.model, recipe, args.work, frequency=frequency, calibration=calibration, fresh=args.fresh
+        )
         print(f"{name}: {packed[name].bytes / 1e6:.2f} MB, {packed[name].seconds:.1f} s", flush=True)
     scores = bench.scores({name: p.path for name, p in packed.items()})
     rows = rows_of(packed, scores, args.model)
@@ -373,6 +457,7 @@ def main() -> None:
         f"`{args.model.name}`, {count:,} parameters, {args.text.name}, "
         f"{first.tokens:,} tokens predicted in windows of {args.context}:",
         "",
+        *(line for note in notes for line in (note, "")),
         markdown(rows),
     ]
     verdicts = checks(rows)
@@ -382,7 +467,7 @@ def main() -> None:
     if args.output:
         args.output.write_text(report + "\n", encoding="utf-8")
     if args.page:
-        insert(args.page, f"quality-{args.model.name}", report)
+        insert(args.page, f"{'calibrated' if args.calibration else 'quality'}-{args.model.name}", report)
     summary = {
         "benchmark": "quality",
         "model": args.model.name,
@@ -401,6 +486,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=0, help="of the text, from its beginning; 0 = all")
+    parser.add_argument("--calibration", type=Path, help="measure the calibrated recipes, on this text")
+    parser.add_argument(
+        "--samples", type=int, default=SAMPLES, help="calibration windows of --context tokens"
+    )
     parser.add_argument("--recipes", nargs="*", help="only these, by their name in the table")
     parser.add_argument("--work", type=Path, default=WORK, help="packed checkpoints stay here for reuse")
     parser.add_argument("--fresh", action="store_true", help="compress everything anew")
