@@ -68,7 +68,7 @@ def test_round_trip_of_values_on_the_grid(fmt: Format, n: int) -> None:
     decoded = affine.decode(w.packed, w.scale, fmt, (n, k))
     groups = k // fmt.group_size(k)
     split = fmt.group_size(k) * 2 * fmt.bits
-    step, base = affine._read_metadata(w.packed[..., split:], w.scale, fmt)
+    step, base = affine.read_metadata(w.packed[..., split:], w.scale, fmt)
     line = (t.permute(0, 2, 1).reshape(-1, groups)[:n] for t in (step, base))
     grid = affine.Grid(scale=next(line), offset=next(line), stored=w.packed[..., split:], super=w.scale)
     again = affine.encode(affine.round_to_grid(decoded, grid, fmt), grid, fmt)
