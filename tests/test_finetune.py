@@ -159,14 +159,13 @@ def test_gradients_of_a_block(mixtral: Path) -> None:
     hidden, wanted = (torch.randn(2, 16, 64, generator=generator) for _ in range(2))
 
     def loss() -> Tensor:
-        return (part(hidden) * wanted).mean()
+        return (part(hidden) * wanted).sum()
 
     loss().backward()
     # The router is left out: it may send a token elsewhere.
     for name in [
         n for n in part.trained if n.endswith(("q_proj.weight_signs_in", "2.w2.weight_signs_out"))
     ] + [
-        "model.layers.1.input_layernorm.weight",
         "model.layers.1.block_sparse_moe.experts.1.w3.weight_signs_in",
     ]:
         x = part.trained[name]
@@ -180,7 +179,8 @@ def test_gradients_of_a_block(mixtral: Path) -> None:
             below = float(loss())
             x += step
         slope = float((x.grad * step).sum())
-        assert (above - below) / 2 == pytest.approx(slope, rel=0.05, abs=2e-6), name
+        assert (above - below) / 2 == pytest.approx(slope, rel=0.05, abs=2e-4), name
+        assert abs(slope) > 0.002, name
 
 
 # Training
@@ -239,9 +239,11 @@ def test_every_third_window_is_set_aside() -> None:
 def finished(mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A finished run of `full`, and its parts as they were trained: [block 0], [block 1], [all and the outside]."""
     trained: list[list[Part]] = []
+    began: list[dict[str, Tensor]] = []
     real = train
 
     def watched(parts: Any, *args: Any) -> Any:
+        began.append({name: value for part in parts for name, value in part.values().items()})
         found = real(parts, *args)
         trained.append(list(parts))
         return found
@@ -251,6 +253,8 @@ def finished(mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
         patch.setattr(finetune, "train", watched)
         dst = tmp_path_factory.mktemp("finished") / "packed"
         run(mixtral, dst, tuning(text, "full"), "quip2")
+        for name, value in (trained[0][0].values() | trained[1][0].values()).items():
+            assert torch.equal(began[2][name], value)  # the whole model begins where its blocks ended
         yield dst, trained
 
 
