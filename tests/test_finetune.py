@@ -255,7 +255,7 @@ def finished(mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
         run(mixtral, dst, tuning(text, "full"), "quip2")
         for name, value in (trained[0][0].values() | trained[1][0].values()).items():
             assert torch.equal(began[2][name], value)  # the whole model begins where its blocks ended
-        yield dst, trained
+    yield dst, trained
 
 
 def test_losses_fall(finished: Any) -> None:
