@@ -1,6 +1,5 @@
 """Fine-tuning: gradients against finite differences, what is stored against what was trained, killed runs."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,7 +235,7 @@ def test_every_third_window_is_set_aside() -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def finished(mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A finished run of `full`, and its parts as they were trained: [block 0], [block 1], [all and the outside]."""
     trained: list[list[Part]] = []
     began: list[dict[str, Tensor]] = []
@@ -255,7 +254,7 @@ def finished(mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
         run(mixtral, dst, tuning(text, "full"), "quip2")
         for name, value in (trained[0][0].values() | trained[1][0].values()).items():
             assert torch.equal(began[2][name], value)  # the whole model begins where its blocks ended
-    yield dst, trained
+    return dst, trained
 
 
 def test_losses_fall(finished: Any) -> None:
