@@ -216,10 +216,28 @@ class PackedWriter:
                 at += nbytes
         return found
 
-    def note(self, name: str, text: str) -> None:
-        """Leave a small file for a later run of the same identity. Raises DestinationError."""
+    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put other values in the place of some tensors, by name, of finished units; they are on disk at the end.
+
+        Not journaled: a caller that is killed has to be able to do it again.
+        """
+        with _explain(self.dst), self._busy():
+            for shard in self._shards:
+                for unit in shard.units:
+                    at = self._place[unit.name][1]
+                    for name, _, shape, nbytes in unit.tensors:
+                        if name in tensors:
+                            assert tuple(tensors[name].shape) == shape, name
+                            assert tensors[name].nbytes == nbytes, name
+                            _pwrite(self._files[shard.name], _bytes(tensors[name]), at)
+                        at += nbytes
+            for handle in self._files.values():
+                os.fdatasync(handle)
+
+    def note(self, name: str, data: str | bytes) -> None:
+        """Leave a small file for a later run of the same identity, whole or not at all. Raises DestinationError."""
         with _explain(self.dst):
-            _replace(self.work / name, text.encode())
+            _replace(self.work / name, data if isinstance(data, bytes) else data.encode())
 
     def commit(self) -> None:
         """Make everything written so far survive a kill."""

@@ -23,6 +23,7 @@ from trilobite.cli.options import (
     CompensatorOption,
     ContextOption,
     DeviceOption,
+    FinetuneOption,
     GroupOption,
     HessiansOption,
     IterationsOption,
@@ -82,6 +83,7 @@ def compress(
     memory: CalibrationMemoryOption = None,
     save_hessians: SaveHessiansOption = None,
     hessians: HessiansOption = None,
+    finetune: FinetuneOption = None,
     keep_unmatched: UnmatchedOption = False,
     revision: RevisionOption = None,
     json: JsonOption = False,
@@ -106,6 +108,7 @@ def compress(
         seed=seed,
         propagate=propagate,
         memory=memory,
+        finetune=finetune,
     )
     with Progress() as bars:
         progress = CompressProgress(bars)

@@ -110,6 +110,15 @@ HessiansOption = Annotated[
         "--hessians", help="Take Hessians from this folder: the model is not run.", metavar="FOLDER"
     ),
 ]
+FinetuneOption = Annotated[
+    str | None,
+    typer.Option(
+        "--finetune",
+        help="Train the sign vectors of lattice formats, norms and routers on the calibration text: `block` by block, "
+        "or `full`: block by block, then the whole model.",
+        metavar="HOW",
+    ),
+]
 UnmatchedOption = Annotated[
     bool, typer.Option("--keep-unmatched", help="Keep tensors of unknown role in 16 bit instead of stopping.")
 ]
@@ -175,7 +184,7 @@ def chosen_calibration(
 ) -> "Calibration | None":
     """The calibration that the command line asks for, where it asks for one.
 
-    settings: samples, context, seed, propagate and memory (GiB); None = the default
+    settings: samples, context, seed, propagate, memory (GiB) and finetune; None = the default
     """
     from trilobite.quantize.calibration import Calibration
 

@@ -19,7 +19,7 @@ factor is [R, ceil(L/64), 26 or 66] uint8. In 16 bit it is [R, L] fp16. Grouping
 every rank-one term has scales of its own and no rank wastes a bit. U is stored as its transpose [R, N].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats import affine, lattice
 from trilobite.formats.bitpack import pack_stream, unpack_stream
-from trilobite.formats.incoherence import Spin, read_signs, signs_bytes
+from trilobite.formats.incoherence import Spin, read_signs, signs_bytes, store_signs
 from trilobite.recipe import COMPENSATORS, AnyFormat, Format, LatticeFormat
 
 LR_GROUP = 64
@@ -204,14 +204,27 @@ def rotated(w: PackedWeight) -> Tensor:
     return lattice.decode(w.packed, lattice.read_record(w.lattice), w.shape)
 
 
+def unrotated(c: Tensor, spin_in: Spin, spin_out: Spin) -> Tensor:
+    """W = T_out^T C T_in, a matrix in plain coordinates; differentiable in C and in the spins' vectors s.
+
+    c: [N, K] fp32    returns: [N, K] fp32
+    """
+    return spin_out.adjoint(spin_in.adjoint(c).T.contiguous()).T.contiguous()
+
+
+def with_real_signs(w: PackedWeight) -> PackedWeight:
+    """A weight in a lattice format with its random vectors stored as fp16, as tuned ones are."""
+    spin_in, spin_out = spins(w)
+    return replace(w, signs_in=store_signs(spin_in.s), signs_out=store_signs(spin_out.s))
+
+
 def dequantize(w: PackedWeight) -> Tensor:
     """The matrix that a packed weight stands for: dequant(codes) + U V, or T_out^T decode(codes) T_in + U V.
 
     returns: [N, K] fp32
     """
     if w.lattice is not None:
-        spin_in, spin_out = spins(w)
-        base = spin_out.adjoint(spin_in.adjoint(rotated(w)).T.contiguous()).T.contiguous()
+        base = unrotated(rotated(w), *spins(w))
     else:
         fmt = w.format
         assert isinstance(fmt, Format)

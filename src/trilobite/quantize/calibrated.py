@@ -12,13 +12,14 @@ from torch import Tensor
 from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, RecipeError
-from trilobite.quantize.calibration import PROPAGATIONS, Calibration, Windows, draw_windows
+from trilobite.quantize.calibration import FINETUNES, PROPAGATIONS, Calibration, Windows, draw_windows
 from trilobite.quantize.calibration_experts import Handle
 from trilobite.quantize.calibration_loop import Loop
 from trilobite.quantize.calibration_model import BlockModel, Place
 from trilobite.quantize.calibration_store import HessianStore
+from trilobite.quantize.finetune import BATCH, Tuner, make_course
 from trilobite.quantize.plan import PlanLine, Progress
-from trilobite.recipe import Recipe, needs_calibration
+from trilobite.recipe import LatticeFormat, Recipe, needs_calibration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,10 @@ class Calibrator:
             wanted = self.store.calibration
         assert wanted is not None
         self.identity: dict[str, Any] = dict(wanted)
+        if calibration.finetune:
+            assert self.windows is not None
+            make_course(len(self.windows.ids), BATCH, 0)
+            self.identity["finetune"] = calibration.finetune
         if calibration.hessians:
             self.windows = None
         self._model: BlockModel | None = None
@@ -92,16 +97,18 @@ class Calibrator:
         handle: Handle,
         done: Callable[[PlanLine, dict[str, Any]], None],
         quantized: tuple[Callable[[], Sequence[PlanLine]], Callable[[PlanLine], Tensor]],
+        tuner: Tuner | None = None,
     ) -> None:
         """Run the model and hand out the Hessian of each line, block after block.
 
         quantized: the lines that are quantized so far, and the decoded matrix of one of them
+        tuner: trains each block when it is quantized
         """
         places, unseen = self._places(lines)
         for line in unseen:  # the model never runs it: no input is as good as any other
             for made, record in handle([line], torch.eye(line.matrix.shape[1]), {"tokens": 0}):
                 done(made, record)
-        loop = self._loop(run, places, handle, done, decode=quantized[1])
+        loop = self._loop(run, places, handle, done, decode=quantized[1], tuner=tuner)
         loop.run([line for line in lines if line.matrix.name in places], quantized[0])
 
     def _loop(
@@ -113,6 +120,7 @@ class Calibrator:
         *,
         decode: Callable[[PlanLine], Tensor] | None = None,
         block: Any = None,
+        tuner: Tuner | None = None,
     ) -> Loop:
         assert self._model is not None
         assert self.windows is not None
@@ -127,6 +135,7 @@ class Calibrator:
             done=done,
             quantized=decode,
             block=block,
+            tuner=tuner,
             progress=run.progress,
         )
         if run.on_note:
@@ -155,7 +164,13 @@ def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | 
 
     Raises RecipeError when a calibration is needed and absent or the other way round, CalibrationError for a bad one.
     """
-    if not needs_calibration(recipe):
+    tunes = calibration is not None and calibration.finetune
+    if tunes and not any(isinstance(rule.format, LatticeFormat) for rule in recipe.rules):
+        raise RecipeError(
+            f"recipe {recipe.name}: fine-tuning trains the sign vectors of lattice formats and it has none; choose "
+            "quip2, quip3 or quip4, or drop --finetune"
+        )
+    if not needs_calibration(recipe) and not tunes:
         if calibration is None:
             return None
         raise RecipeError(
@@ -172,6 +187,12 @@ def _check(calibration: Calibration) -> None:
     if calibration.propagate not in PROPAGATIONS:
         raise CalibrationError(
             f"propagate {calibration.propagate!r}: expected one of {', '.join(PROPAGATIONS)}"
+        )
+    if calibration.finetune and calibration.finetune not in FINETUNES:
+        raise CalibrationError(f"finetune {calibration.finetune!r}: expected one of {', '.join(FINETUNES)}")
+    if calibration.finetune and not calibration.text:
+        raise CalibrationError(
+            "fine-tuning runs the model on a text, which --hessians do not hold; give --calibration TEXT as well"
         )
     if calibration.save and calibration.hessians:
         raise CalibrationError(

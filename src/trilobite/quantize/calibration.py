@@ -21,6 +21,7 @@ CONTEXT = 2048
 CHARACTERS = 8
 """Characters per token to begin with when a window is cut from a long text."""
 PROPAGATIONS = ("quantized", "original")
+FINETUNES = ("block", "full")
 MEMORY = 8 * 2**30
 
 
@@ -33,6 +34,7 @@ class Calibration:
     propagate: what enters a block: outputs of the `quantized` blocks before it, or of the `original` ones
     memory: bytes for activations and Hessians; activations beyond half of it lie in a mapped file
     save, hessians: a folder to keep Hessians in, or to take them from (original propagation only)
+    finetune: train what is not codes: "" = no, `block` by block, or `full`: block by block, then the whole model
     """
 
     text: Path | None = None
@@ -43,6 +45,7 @@ class Calibration:
     memory: int = MEMORY
     save: Path | None = None
     hessians: Path | None = None
+    finetune: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ taken from what entered the experts' module, and sent through its gate and up pr
 import ctypes
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from trilobite.errors import DestinationError
 from trilobite.quantize.calibration import Calibration
 from trilobite.quantize.calibration_experts import Handle, Record, Routed, Sum, note
 from trilobite.quantize.calibration_model import BlockModel, Place, Watch, check_experts, same_inputs
+from trilobite.quantize.finetune import Tuner
 from trilobite.quantize.hessian import share, shrink
 from trilobite.quantize.plan import PlanLine, Progress
 
@@ -41,6 +42,7 @@ class Loop:
     ids: [S, T] int64    places: of the lines that need a Hessian    handle: receives Hessians, in threads
     done: receives what `handle` returned, in the main thread    quantized: the decoded matrix of a finished line
     block: entered around the work on a block's lines; None is what is outside of the blocks
+    tuner: trains each block once its lines are quantized, and at last the whole model
     """
 
     model: BlockModel
@@ -53,42 +55,68 @@ class Loop:
     done: Callable[[PlanLine, Record], None]
     quantized: Callable[[PlanLine], Tensor] | None = None
     block: Callable[[int | None, Sequence[PlanLine]], AbstractContextManager[None]] | None = None
+    tuner: Tuner | None = None
     progress: Progress | None = None
 
     def run(self, todo: Sequence[PlanLine], finished: Callable[[], Sequence[PlanLine]]) -> None:
-        """Hand out the Hessians of the lines `todo`, in the order of blocks.
+        """Hand out the Hessians of the lines `todo`, in the order of blocks, and tune what is not tuned yet.
 
         finished: all quantized lines so far, those without a Hessian too; they are what the next block's inputs come
         from when the quantized model is propagated.
         """
-        if not todo:
-            return
         by_block: dict[int, list[PlanLine]] = {}
         outside: list[PlanLine] = []
         for line in todo:
             block = self.model.block_of(self.places[line.matrix.name])
             (outside if block is None else by_block.setdefault(block, [])).append(line)
-        last = len(self.model.blocks) - 1 if outside else max(by_block)
+        tuner, count = self.tuner, len(self.model.blocks)
+        untuned = set() if tuner is None else {i for i in range(count) if tuner.wants(i)}
+        last = count - 1 if outside else max({*by_block, *untuned}, default=-1)
+        if last >= 0:
+            self._blocks(by_block, outside, untuned, last, finished)
+        if tuner is not None:
+            tuner.tune_all(self.model, self.ids, self.buffer)
+
+    def _blocks(
+        self,
+        by_block: Mapping[int, Sequence[PlanLine]],
+        outside: Sequence[PlanLine],
+        untuned: Collection[int],
+        last: int,
+        finished: Callable[[], Sequence[PlanLine]],
+    ) -> None:
+        """Blocks up to the last one that has something to do, then what is outside of them."""
         model, original = self.model, self.calibration.propagate == "original"
+        advance = original and self.tuner is None  # the inputs of a block that is tuned are needed once more
         with _pool(self.jobs) as pool:
-            step = _Step(self, pool, self._activations(), total=(last + 1) * (1 if original else 2))
+            step = _Step(self, pool, self._activations(), total=(last + 1) * (1 if advance else 2))
             for i in range(last + 1):
                 model.load(model.blocks[i])
-                if original or i in by_block:
+                if advance or i in by_block:
                     with self._around(i, by_block.get(i, [])):
-                        step.collect(model.blocks[i], by_block.get(i, []), advance=original)
-                if not original and (i < last or outside):
-                    for line in finished():
-                        place = model.place(line.matrix)
-                        if place is not None and model.block_of(place) == i:
-                            assert self.quantized is not None
-                            model.put(place, self.quantized(line))
+                        step.collect(model.blocks[i], by_block.get(i, []), advance=advance)
+                if self.tuner and i in untuned:
+                    self.tuner.tune_block(model, i, step.hidden, self.buffer)
+                if not advance and (i < last or outside):
+                    if not original:
+                        self._put(i, finished())
                     step.propagate(model.blocks[i])
                 model.drop(model.blocks[i])
                 _trim()
             if outside:
                 with self._around(None, outside):
                     step.collect_head(outside)
+
+    def _put(self, block: int, finished: Sequence[PlanLine]) -> None:
+        """Replace a loaded block's weights by those that are packed."""
+        model = self.model
+        for line in finished:
+            place = model.place(line.matrix)
+            if place is not None and model.block_of(place) == block:
+                assert self.quantized is not None
+                model.put(place, self.quantized(line))
+        if self.tuner:
+            self.tuner.put(model, model.blocks[block])
 
     def _around(self, block: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
         return self.block(block, lines) if self.block and lines else nullcontext()
@@ -103,6 +131,9 @@ class Loop:
         model.record(self.ids[:size])
         if rest := len(self.ids) % size:
             model.record(self.ids[-rest:])
+        if self.tuner:
+            for windows in sorted(self.tuner.sizes(len(self.ids))):
+                model.record(self.ids[:windows])
         first = model.embed(self.ids[:1])
         hidden = self.buffer((*self.ids.shape, first.shape[-1]), first.dtype)
         for rows in self.batches():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -233,6 +234,58 @@ class BlockModel:
             )
         return result
 
+    def parameter(self, matrix: Matrix) -> str | None:
+        """Name in memory of the parameter that a kept tensor is; None where it is none of its own."""
+        name = self._translate(matrix.name)
+        found = self._modules.get(name.rpartition(".")[0])
+        own = None if found is None else found._parameters.get(name.rpartition(".")[2])
+        return name if own is not None and tuple(own.shape) == matrix.shape else None
+
+    def parameters(self, block: str) -> dict[str, Tensor]:
+        """The parameters of a loaded block by name, "" is everything outside of the blocks but the embedding."""
+        index = self._index.get(block)
+        found = {
+            f"{path}.{name}".lstrip("."): parameter.detach()
+            for path, module in self._modules.items()
+            if self._block_index(path) == index
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        for name, source in self.model.all_tied_weights_keys.items():
+            if name in found and source in found:
+                found[name] = found[source]
+        embedding = self.model.get_input_embeddings()
+        return {n: p for n, p in found.items() if self._modules[n.rpartition(".")[0]] is not embedding}
+
+    def apply(self, block: str, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """One block in fp32 with other parameters than its own, differentiable. Not for several threads.
+
+        hidden: [B, T, H] any float dtype    parameters: fp32, all of the block's by name    returns: [B, T, H] fp32
+        """
+        args, kwargs = _in_fp32(self._arguments[len(hidden)][block])
+        own = {name.removeprefix(f"{block}."): p for name, p in parameters.items()}
+        out = functional_call(self._modules[block], own, (hidden.float(), *args), kwargs, tie_weights=False)
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
+
+    def logits(self, ids: Tensor, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """What the model makes of what left the last block, in fp32, differentiable. Not for several threads.
+
+        ids: [B, T] int64    hidden: [B, T, H]    parameters: those of `parameters("")`    returns: [B, T, vocabulary]
+        """
+        given: dict[str, Callable[..., Any]] = {
+            name: lambda *a, **k: (hidden,) if self._tuples else hidden for name in self.blocks
+        }
+        with self._replaced(given):
+            out = functional_call(
+                self.model,
+                dict(parameters),
+                kwargs={"input_ids": ids.to(self.device), "use_cache": False},
+                tie_weights=False,
+            )
+        result: Tensor = out.logits
+        return result
+
     @torch.no_grad()
     def head_input(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """What enters the output head, given what left the last block.
@@ -287,6 +340,28 @@ def expert_matrix(experts: nn.Module, place: Place) -> Tensor:
         return w
     half = int(place.projection == "up")
     return w.chunk(2)[half] if getattr(experts, "is_concatenated", True) else w[half::2]
+
+
+def stacked_experts(experts: Any, matrices: Mapping[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+    """The stacked parameters of an experts module, made of its matrices: the inverse of `expert_matrix`.
+
+    matrices: by expert and projection (gate, up, down), [N, K]
+    """
+    count = len(experts.down_proj)
+
+    def stack(*projections: str) -> Tensor:
+        rows = [[matrices[e, p] for p in projections] for e in range(count)]
+        if len(projections) == 1:
+            found = torch.stack([row[0] for row in rows])
+        elif getattr(experts, "is_concatenated", True):
+            found = torch.stack([torch.cat(row) for row in rows])
+        else:
+            found = torch.stack([torch.stack(row, 1).flatten(0, 1) for row in rows])
+        return found.mT if getattr(experts, "is_transposed", False) else found
+
+    gated = isinstance(getattr(experts, "gate_up_proj", None), Tensor)
+    first = {"gate_up_proj": stack("gate", "up")} if gated else {"up_proj": stack("up")}
+    return first | {"down_proj": stack("down")}
 
 
 def check_experts(experts: nn.Module, path: str) -> None:
@@ -458,6 +533,17 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple
         return args[0], args[1:], kwargs
     rest = dict(kwargs)
     return rest.pop("hidden_states"), (), rest
+
+
+def _in_fp32(value: Any) -> Any:
+    """The same, with all floating-point tensors in fp32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_in_fp32(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _in_fp32(v) for k, v in value.items()}
+    return value
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -22,21 +22,23 @@ from trilobite.checkpoint.packed import FORMAT_VERSION, PARTIAL, REPORT, PackedW
 from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CalibrationError, DestinationError, RecipeError, WeightError
-from trilobite.formats.weight import PackedWeight, dequantize
+from trilobite.formats.weight import PackedWeight, dequantize, with_real_signs
 from trilobite.kernels import cpu_quantize
 from trilobite.quantize.calibration import Calibration
+from trilobite.quantize.finetune_store import TunedStore
 from trilobite.quantize.gptq import METHODS as GPTQ_METHODS
 from trilobite.quantize.gptq import gptq
 from trilobite.quantize.hessian import relative_loss
 from trilobite.quantize.ldlq import quantize_lattice
 from trilobite.quantize.matrix import check_finite, quantize_measured
 from trilobite.quantize.milo import Compensation, milo
-from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan
+from trilobite.quantize.plan import Plan, PlanLine, Progress, describe, make_plan, packed_weight
 from trilobite.recipe import CALIBRATED_METHODS, Format, LatticeFormat, Recipe, needs_calibration
 
 if TYPE_CHECKING:
     from trilobite.quantize.calibrated import Calibrator
     from trilobite.quantize.calibration_store import HessianStore
+    from trilobite.quantize.finetune import Tuner
 
 LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
 """(line, its record, whether this run made it): called for every tensor, from the main thread."""
@@ -78,10 +80,12 @@ def prepare(
     frequency: Mapping[int, Sequence[int]] | None = None,
     known_ranks: Mapping[str, int] | None = None,
     keep_unmatched: bool = False,
+    tuned: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Identify every tensor and resolve the recipe: what `trilobite plan` prints.
 
+    tuned: leave room for fine-tuned sign vectors
     Raises ArchitectureError, RecipeError or ShapeError; nothing is written.
     """
     method = source.config.get("quantization_config", {}).get("quant_method")
@@ -91,7 +95,13 @@ def prepare(
         )
     matrices = identify(source, extra_rules=recipe.roles, keep_unmatched=keep_unmatched)
     return make_plan(
-        source, matrices, recipe, frequency=frequency, known_ranks=known_ranks, progress=progress
+        source,
+        matrices,
+        recipe,
+        frequency=frequency,
+        known_ranks=known_ranks,
+        tuned=tuned,
+        progress=progress,
     )
 
 
@@ -133,6 +143,7 @@ def compress(
         frequency=frequency,
         known_ranks=_known_ranks(dst, identity),
         keep_unmatched=keep_unmatched,
+        tuned=calibration is not None and bool(calibration.finetune),
         progress=options.progress,
     )
     if options.on_plan:
@@ -153,12 +164,16 @@ def compress(
                 if line.matrix.name in writer.done:
                     options.on_line(line, writer.done[line.matrix.name], False)
         _run(source, plan, [x for x in todo if not _calibrated(x)], writer, units, options, device)
+        tuned = TunedStore(writer.work, writer.note)
         if calibrator:
-            receiver = _Receiver(source, plan, writer, units, options, device)
+            receiver = _Receiver(source, plan, writer, units, options, device, tuned)
             _run_calibrated([x for x in todo if _calibrated(x)], receiver, calibrator)
+            writer.rewrite(tuned)
         writer.finish(
             config=packed_config(source, recipe.name),
-            report=_report(Path(src).name if Path(src).exists() else src, plan, identity, writer.done),
+            report=_report(
+                Path(src).name if Path(src).exists() else src, plan, identity, writer.done, tuned.records
+            ),
             companions=source.companions(),
         )
     return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=len(todo))
@@ -274,6 +289,7 @@ class _Receiver:
     units: Mapping[str, Unit]
     options: Options
     device: torch.device
+    tuned: TunedStore
 
     def handle(
         self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]
@@ -299,13 +315,12 @@ class _Receiver:
 
     def decoded(self, line: PlanLine) -> Tensor:
         """A matrix as the packed model will compute with it, [N, K] fp32."""
-        stored = self.writer.read(self.units[line.matrix.name])
-        parts = {
-            t.name.removeprefix(f"{line.matrix.name}_"): data.to(self.device)
-            for t, data in zip(line.stored, stored, strict=True)
-        }
-        n, k = line.matrix.shape
-        return dequantize(PackedWeight(shape=(n, k), **parts))
+        return dequantize(packed_weight(line, self.stored(line), self.device))
+
+    def stored(self, line: PlanLine) -> list[Tensor]:
+        """The tensors of a finished line, tuned where they are."""
+        found = self.writer.read(self.units[line.matrix.name])
+        return [self.tuned.get(t.name, data) for t, data in zip(line.stored, found, strict=True)]
 
 
 def _run_calibrated(todo: Sequence[PlanLine], receiver: _Receiver, calibrator: "Calibrator") -> None:
@@ -315,13 +330,34 @@ def _run_calibrated(todo: Sequence[PlanLine], receiver: _Receiver, calibrator: "
     r = receiver
     jobs = _jobs(r.options, r.device)
     run = Run(jobs=jobs, workspace=r.writer.work, progress=r.options.progress, on_note=r.options.on_note)
-    if calibrator.store is None:
+    tuner = _tuner(r, calibrator.calibration)
+    if calibrator.store is not None:
         with _single_threaded_torch(jobs):
-            calibrator.distribute(todo, run, r.handle, r.done, (r.finished, r.decoded))
-        return
-    with _single_threaded_torch(jobs):
-        calibrator.collect([line for line in r.plan.lines if _calibrated(line)], run)
-    _run(r.source, r.plan, todo, r.writer, r.units, r.options, r.device, calibrator.store)
+            calibrator.collect([line for line in r.plan.lines if _calibrated(line)], run)
+        _run(r.source, r.plan, todo, r.writer, r.units, r.options, r.device, calibrator.store)
+        todo = []
+    if todo or tuner:
+        with _single_threaded_torch(jobs):
+            calibrator.distribute(todo, run, r.handle, r.done, (r.finished, r.decoded), tuner)
+
+
+def _tuner(receiver: _Receiver, calibration: Calibration) -> "Tuner | None":
+    """What trains the quantized blocks, where that is asked for."""
+    if not calibration.finetune:
+        return None
+    from trilobite.quantize.finetune import Tuner
+
+    r = receiver
+    return Tuner(
+        mode=calibration.finetune,
+        lines=r.plan.lines,
+        read=r.stored,
+        store=r.tuned,
+        seed=calibration.seed,
+        memory=calibration.memory,
+        progress=r.options.progress,
+        on_note=r.options.on_note,
+    )
 
 
 def _jobs(options: Options, device: torch.device) -> int:
@@ -363,6 +399,7 @@ def _process(
     w = w.to(device)
     hessian, note = (None, {}) if known is None else (known[0].to(device), known[1])
     packed, record = _named(line, lambda: quantize_line(w, line, recipe, hessian))
+    packed = with_real_signs(packed) if line.tuned else packed
     return [t.cpu() for t in packed.tensors().values()], {**record, **note}
 
 
@@ -476,7 +513,11 @@ def packed_config(source: Source, recipe: str) -> dict[str, Any]:
 
 
 def _report(
-    source: str, plan: Plan, identity: Mapping[str, Any], done: Mapping[str, Mapping[str, Any]]
+    source: str,
+    plan: Plan,
+    identity: Mapping[str, Any],
+    done: Mapping[str, Mapping[str, Any]],
+    tuned: Mapping[str, Mapping[str, Any]],
 ) -> str:
     """trilobite.json: the plan as executed. Without clocks or paths, so that equal runs give equal bytes."""
     head = {
@@ -485,6 +526,8 @@ def _report(
         "source": source,
         "rank": plan.rank,
     }
+    if tuned:
+        head["finetune"] = {part: dict(record) for part, record in sorted(tuned.items())}
     rows = []
     for line in plan.lines:
         record = {k: v for k, v in done[line.matrix.name].items() if k not in ("name", "seconds")}

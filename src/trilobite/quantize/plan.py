@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
 from trilobite.checkpoint.source import DTYPES, Source
@@ -13,7 +14,7 @@ from trilobite.errors import RecipeError, ShapeError
 from trilobite.formats.bitpack import BLOCK
 from trilobite.formats.incoherence import fitting_transform
 from trilobite.formats.lattice import DIM
-from trilobite.formats.weight import factor_shape, stored_shapes
+from trilobite.formats.weight import PackedWeight, factor_shape, stored_shapes
 from trilobite.quantize import ranks
 from trilobite.quantize.stats import kurtosis
 from trilobite.recipe import (
@@ -51,13 +52,17 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLine:
-    """What happens to one tensor. format None = kept, and `note` says why; rank 0 = no compensator."""
+    """What happens to one tensor. format None = kept, and `note` says why; rank 0 = no compensator.
+
+    tuned: the vectors of a lattice format are stored as fp16, for fine-tuning
+    """
 
     matrix: Matrix
     format: AnyFormat | None
     method: str = ""
     rank: int = 0
     note: str = ""
+    tuned: bool = False
     stored: tuple[StoredTensor, ...]
 
     @property
@@ -81,6 +86,16 @@ class Plan:
             "rank": self.rank,
             "tensors": [describe(line, self.recipe.compensator) for line in self.lines],
         }
+
+
+def packed_weight(line: PlanLine, stored: Sequence[Tensor], device: torch.device) -> PackedWeight:
+    """The packed weight of a quantized line. stored: its tensors, in its order."""
+    parts = {
+        t.name.removeprefix(f"{line.matrix.name}_"): data.to(device)
+        for t, data in zip(line.stored, stored, strict=True)
+    }
+    n, k = line.matrix.shape
+    return PackedWeight(shape=(n, k), **parts)
 
 
 def describe(line: PlanLine, compensator: str) -> dict[str, Any]:
@@ -109,19 +124,21 @@ def make_plan(
     *,
     frequency: Mapping[int, Sequence[int]] | None = None,
     known_ranks: Mapping[str, int] | None = None,
+    tuned: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Resolve a recipe for a checkpoint.
 
     Reads weights only for a kurtosis policy. frequency: tokens per layer and expert, for a frequency policy.
     known_ranks: ranks by matrix that an earlier call for the same checkpoint and recipe found, to be taken as they are.
+    tuned: leave room for tuned vectors of lattice formats
     Raises RecipeError and ShapeError when the recipe does not fit; nothing has been written then.
     """
     hidden = int(text_config(source).get("hidden_size") or text_config(source).get("d_model") or 0)
     experts = 1 + max((m.expert for m in matrices if m.expert is not None), default=-1)
     shared = any(m.role is Role.SHARED_EXPERT for m in matrices)
     rank = resolve_auto_rank(recipe.rank, experts=experts, shared=shared)
-    lines = _whole_tensors(source, [_line(source, m, recipe) for m in matrices])
+    lines = _whole_tensors(source, [_line(source, m, recipe, tuned=tuned) for m in matrices])
     if not any(line.format for line in lines):
         raise RecipeError(
             f"recipe {recipe.name}: no tensor of this checkpoint matches a rule; nothing to compress"
@@ -134,7 +151,7 @@ def make_plan(
     return Plan(recipe=recipe, rank=rank, lines=tuple(lines))
 
 
-def _line(source: Source, m: Matrix, recipe: Recipe) -> PlanLine:
+def _line(source: Source, m: Matrix, recipe: Recipe, *, tuned: bool) -> PlanLine:
     rule = recipe.rule_for(m.role, m.name, m.layer)
     if not m.quantizable:
         return _kept(source, m, "not a matrix" if len(m.shape) != 2 else f"{m.role.value} stays in 16 bit")
@@ -150,11 +167,12 @@ def _line(source: Source, m: Matrix, recipe: Recipe) -> PlanLine:
         if m.role is Role.EXPERT:
             raise ShapeError(f"{m.name}: {note}; pass --keep expert to keep the experts in 16 bit")
         return _kept(source, m, note)
+    tuned = tuned and isinstance(fmt, LatticeFormat)
     stored = tuple(
         StoredTensor(name=f"{m.name}_{suffix}", dtype="U8", shape=shape)
-        for suffix, shape in stored_shapes(fmt, n, k).items()
+        for suffix, shape in stored_shapes(fmt, n, k, tuned=tuned).items()
     )
-    return PlanLine(matrix=m, format=fmt, method=rule.method, note=note, stored=stored)
+    return PlanLine(matrix=m, format=fmt, method=rule.method, note=note, tuned=tuned, stored=stored)
 
 
 def _whole_tensors(source: Source, lines: Sequence[PlanLine]) -> list[PlanLine]:
