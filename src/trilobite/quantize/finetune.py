@@ -31,7 +31,7 @@ from trilobite.quantize.plan import PlanLine, Progress, packed_weight
 from trilobite.recipe import LatticeFormat, Role
 
 RATE, SIGNS_RATE = 5e-5, 5e-4
-"""Adam's learning rates (section D): of sign vectors, and of all else."""
+"""Adam's learning rates (section D): of norms, routers and a head, and of sign vectors."""
 EPOCHS = 5
 PATIENCE = 2
 """Epochs in a row without a lower loss on the windows set aside that end the training."""
