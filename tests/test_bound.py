@@ -41,6 +41,8 @@ def test_copies_bind_to_their_own_tensors(again: Callable[[PackedLinear], Packed
     twin = again(module)
     twin.weight_packed.zero_()
     assert not torch.equal(twin(x), before)
+    assert twin._bound is not None
+    assert twin._bound.call is not None
     assert torch.equal(module(x), before)
 
 

@@ -7,6 +7,7 @@ get None in its place and bind again.
 """
 
 import ctypes
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +24,22 @@ class _Bound:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
+
+
+Call = TypeVar("Call")
+
+
+class Binding(_Bound, Generic[Call]):
+    """What a module keeps: a call, or None where no backend has one, and the tensors that it was made for."""
+
+    def __init__(self, call: Call | None, *tensors: Tensor | None) -> None:
+        """call: made for `tensors`."""
+        self.call = call
+        self._tensors = tensors
+
+    def holds(self, *tensors: Tensor | None) -> bool:
+        """Whether it was made for these very tensors."""
+        return all(mine is other for mine, other in zip(self._tensors, tensors, strict=True))
 
 
 class BoundLinear(_Bound):

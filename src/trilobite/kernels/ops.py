@@ -17,6 +17,7 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check
 from trilobite.kernels import cpu, reference
+from trilobite.kernels.cpu_bound import Binding as Binding
 from trilobite.kernels.cpu_bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu_bound import BoundLinear as BoundLinear
 from trilobite.kernels.expert_table import has_lattice

@@ -69,7 +69,7 @@ class PackedExperts(nn.Module):
         self.down_proj_bias = self.originals.get("down_proj_bias")
         self.slab: Tensor | None = None
         self.table: Tensor | None = None
-        self._bound: tuple[Tensor, ops.BoundExperts | None] | None = None
+        self._bound: ops.Binding[ops.BoundExperts] | None = None
         self.pack: Pack | None = None
         self.double_quant = any("scale" in parts for named in experts.values() for parts in named.values())
 
@@ -214,7 +214,7 @@ class PackedExperts(nn.Module):
 
     def _call(self, slab: Tensor, table: Tensor) -> "ops.BoundExperts | None":
         """The call bound to the slab that is in place now."""
-        if self._bound is None or self._bound[0] is not slab:
+        if self._bound is None or not self._bound.holds(slab):
             call = ops.bind_experts(
                 slab,
                 table,
@@ -224,8 +224,8 @@ class PackedExperts(nn.Module):
                 gate_up_bias=self._gate_up_bias(),
                 down_bias=self.down_proj_bias,
             )
-            self._bound = (slab, call)
-        return self._bound[1]
+            self._bound = ops.Binding(call, slab)
+        return self._bound.call
 
     def _gate_up_bias(self) -> Tensor | None:
         """[E, 2I] with the gate's part first, also where the checkpoint alternates the two."""

@@ -64,7 +64,7 @@ class PackedLinear(PackedMatrix):
         self.out_features, self.in_features = shape
         self.bias = bias
         self.register_parameter("weight", None)  # some models ask for its dtype when it is a tensor
-        self._bound: tuple[Tensor, Tensor | None, ops.BoundLinear | None] | None = None
+        self._bound: ops.Binding[ops.BoundLinear] | None = None
         self.pack: Pack | None = None
         self.double_quant = parts.get("scale") is not None
 
@@ -81,11 +81,9 @@ class PackedLinear(PackedMatrix):
     def _call(self) -> "ops.BoundLinear | None":
         """The call bound to the tensors that are in place now."""
         packed, bias = self._buffers["weight_packed"], self.bias
-        bound = self._bound
-        if bound is None or bound[0] is not packed or bound[1] is not bias:
-            assert packed is not None
-            bound = self._bound = (packed, bias, ops.bind_linear(self.packed(), bias))
-        return bound[2]
+        if self._bound is None or not self._bound.holds(packed, bias):
+            self._bound = ops.Binding(ops.bind_linear(self.packed(), bias), packed, bias)
+        return self._bound.call
 
     def settle(self) -> None:
         """Repack a weight that has arrived on a GPU with Triton; a lattice format stays as it is."""
