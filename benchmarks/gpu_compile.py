@@ -27,23 +27,33 @@ from _markdown import insert, table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trilobite.formats.affine import packed_shape, scale_shape
-from trilobite.formats.weight import PackedWeight, factor_shape
-from trilobite.kernels import triton_product, triton_routing, triton_tuning
+from trilobite.formats.lattice import Record
+from trilobite.formats.weight import PackedWeight, factor_shape, stored_shapes
+from trilobite.kernels import (
+    triton_gate_up,
+    triton_hadamard,
+    triton_lattice,
+    triton_product,
+    triton_routing,
+    triton_tuning,
+)
 from trilobite.kernels.triton_experts import experts
 from trilobite.kernels.triton_launch import Launch, recording
 from trilobite.kernels.triton_layout import Place, coding
 from trilobite.kernels.triton_linear import linear
-from trilobite.recipe import Format
+from trilobite.recipe import AnyFormat, LatticeFormat, parse_format
 
 ELEPHANTS = ("int4-channel-sym", "int8-channel-sym")
 """The per-channel formats of the elephants paper."""
+LATTICES = ("e8p-2", "e8p-3", "e8p-4")
 PRESETS = ("int3-g64", "int4-g64", "int8-g64", "int2-g64")
 OTHERS = ("int3-g64-sym", "int3-g32", "int3-g128", "int2-g32", "int3-channel", "int4-g32-sym")
 TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -52,7 +62,12 @@ KERNELS = {
     k.fn.__name__: k
     for k in (
         triton_product.product,
-        triton_product.gate_up,
+        triton_gate_up.gate_up,
+        triton_gate_up.activate,
+        triton_lattice.lattice_product,
+        triton_lattice.compensate,
+        triton_hadamard.spin,
+        triton_hadamard.spin_back,
         triton_product.sums,
         triton_product.reduce,
         triton_routing.route,
@@ -84,19 +99,19 @@ class Report:
     per_weight: float
 
 
-def meta_weight(n: int, k: int, fmt: Format, rank: int, kind: str) -> PackedWeight:
-    """A packed weight without data."""
-
-    def empty(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.uint8, device="meta")
-
-    second = scale_shape(fmt, n, k)
-    low = (
-        {"lra": empty(factor_shape(kind, rank, n)), "lrb": empty(factor_shape(kind, rank, k))} if rank else {}
-    )
-    return PackedWeight(
-        shape=(n, k), packed=empty(packed_shape(fmt, n, k)), scale=second and empty(second), **low
-    )
+def meta_weight(n: int, k: int, fmt: AnyFormat, rank: int, kind: str) -> PackedWeight:
+    """A packed weight without data, but for the record of a lattice format."""
+    shapes = stored_shapes(fmt, n, k)
+    if rank:
+        shapes |= {"lra": factor_shape(kind, rank, n), "lrb": factor_shape(kind, rank, k)}
+    dtypes = dict.fromkeys(("lra", "lrb"), torch.float16 if kind == "fp16" else torch.uint8)
+    parts = {
+        name: torch.empty(shape, dtype=dtypes.get(name, torch.uint8), device="meta")
+        for name, shape in shapes.items()
+    }
+    if isinstance(fmt, LatticeFormat):
+        parts["lattice"] = Record(format=fmt, scale=1.0, second=float(fmt.bits > 2)).to_tensor()
+    return PackedWeight(shape=(n, k), **parts)
 
 
 def meta_pack(weights: list[PackedWeight], count: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
@@ -112,7 +127,7 @@ def tokens_of(operation: str, arch: str) -> list[int]:
     return [min(t.tokens, 1024) for t in tiles]
 
 
-def record(arch: str, fmt: Format, rank: int, kind: str, dtype: torch.dtype) -> Iterator[Variant]:
+def record(arch: str, fmt: AnyFormat, rank: int, kind: str, dtype: torch.dtype) -> Iterator[Variant]:
     """The launches of both operators at every size that the tables of an architecture distinguish."""
     found: dict[Variant, None] = {}
     with (
@@ -161,6 +176,8 @@ def variant(call: Launch) -> Variant:
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             aligned.append(name)
+        elif isinstance(value, float):
+            signature[name] = "fp32"
         elif value == 1:
             constants[name] = 1
         else:
@@ -214,7 +231,7 @@ def _run(*command: object) -> str:
 def _per_weight(v: Variant, code: str) -> float:
     """Instructions of the longest loop that no other loop contains, by the weights that a thread decodes in it."""
     constants = dict(v.constants)
-    if v.kernel not in ("product", "gate_up") or constants["RANK_BITS"]:
+    if v.kernel not in ("product", "gate_up", "lattice_product") or constants.get("RANK_BITS"):
         return 0.0  # with a compensator, the longest loop is another one
     label, at, loops = {}, [], []
     for line in code.splitlines():
@@ -239,13 +256,13 @@ def rows_of(done: list[tuple[Variant, str, Report]]) -> list[tuple[str, ...]]:
     worst: dict[tuple[Any, ...], list[Report]] = {}
     for v, arch, report in done:
         c = dict(v.constants)
-        if "DOT" not in c:
+        if "BLOCK_N" not in c:
             key = (v.kernel, "", "", arch)
         else:
             name = "rank" if c.get("RANKED") else v.kernel
             key = (
                 name,
-                "tensor core" if c["DOT"] else "fp32",
+                "tensor core" if c.get("DOT", True) else "fp32",
                 f"{c['BLOCK_N']} x {c['BLOCK_M']}, {v.warps} warps, {v.stages} stages",
                 arch,
             )
@@ -277,11 +294,13 @@ def cases(quick: bool, everything: bool) -> list[tuple[str, int, str, torch.dtyp
     if quick:
         return found
     found.append(("int3-g64", 32, "int3", torch.bfloat16))
-    found += [(fmt, 0, "int3", torch.bfloat16) for fmt in ELEPHANTS]
+    found += [(fmt, 0, "int3", torch.bfloat16) for fmt in (*ELEPHANTS, *LATTICES)]
     if everything:
         for dtype in (torch.bfloat16, torch.float16):
-            found += [(fmt, 0, "int3", dtype) for fmt in (*PRESETS, *ELEPHANTS, *OTHERS)]
-            found += [(fmt, 32, kind, dtype) for fmt in PRESETS for kind in ("int3", "int8", "fp16")]
+            found += [(fmt, 0, "int3", dtype) for fmt in (*PRESETS, *ELEPHANTS, *OTHERS, *LATTICES)]
+            found += [
+                (fmt, 32, kind, dtype) for fmt in (*PRESETS, "e8p-2") for kind in ("int3", "int8", "fp16")
+            ]
     return list(dict.fromkeys(found))
 
 
@@ -298,7 +317,7 @@ def main() -> None:
     jobs: dict[tuple[Variant, str], None] = {}
     for arch in arguments.arch.split(","):
         for fmt, rank, kind, dtype in cases(arguments.quick, arguments.all):
-            jobs |= dict.fromkeys((v, arch) for v in record(arch, Format.parse(fmt), rank, kind, dtype))
+            jobs |= dict.fromkeys((v, arch) for v in record(arch, parse_format(fmt), rank, kind, dtype))
     print(f"{len(jobs)} variants", flush=True)
     with ProcessPoolExecutor(arguments.jobs) as pool:
         done = list(pool.map(_compile, jobs, chunksize=4))

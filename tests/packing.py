@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from trilobite.formats import affine
+from trilobite.formats import affine, lattice
+from trilobite.formats.incoherence import draw_signs, store_signs
 from trilobite.formats.weight import PackedWeight, encode_factor, factor_groups
-from trilobite.recipe import Format
+from trilobite.recipe import Format, LatticeFormat, parse_format
 
 ABSMAX_CODE = {"int3": 3, "int8": 127, "fp16": 1}
 
@@ -33,6 +34,29 @@ def packed_weight(
     lra = factor(rank, n, kind, generator) if rank else None
     lrb = factor(rank, k, kind, generator) if rank else None
     return PackedWeight(shape=(n, k), packed=tiles, scale=grid.super, lra=lra, lrb=lrb)
+
+
+def lattice_weight(
+    n: int, k: int, name: str = "e8p-2", *, seed: int = 0, rank: int = 0, tuned: bool = False
+) -> PackedWeight:
+    """Random codewords, so that all entries of the codebooks are met; signs of a side depend on its length alone."""
+    fmt = parse_format(name)
+    assert isinstance(fmt, LatticeFormat)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << 8 * fmt.bits, (n, k // 8), generator=generator)
+    record = lattice.Record(format=fmt, scale=0.037, second=0.011 if fmt.bits > 2 else 0.0)
+    signs_in, signs_out = draw_signs("hadamard", k, k), draw_signs("hadamard", n, n + 1)
+    if tuned:
+        signs_in, signs_out = (store_signs(1 + torch.randn(m, generator=generator) / 4) for m in (k, n))
+    return PackedWeight(
+        shape=(n, k),
+        packed=lattice.pack(codes, fmt),
+        lattice=record.to_tensor(),
+        signs_in=signs_in,
+        signs_out=signs_out,
+        lra=factor(rank, n, "int3", generator) if rank else None,
+        lrb=factor(rank, k, "int3", generator) if rank else None,
+    )
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from packing import factor, packed_weight, relative_error
+from packing import lattice_weight, packed_weight, relative_error
 from torch import Tensor
 
 from trilobite.errors import ShapeError
@@ -40,29 +40,6 @@ def _x(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def weight(
-    n: int, k: int, name: str = "e8p-2", *, seed: int = 0, rank: int = 0, tuned: bool = False
-) -> PackedWeight:
-    """Random codewords, so that all entries of the codebooks are met; signs of a side depend on its length alone."""
-    fmt = parse_format(name)
-    assert isinstance(fmt, LatticeFormat)
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << 8 * fmt.bits, (n, k // 8), generator=generator)
-    record = lattice.Record(format=fmt, scale=0.037, second=0.011 if fmt.bits > 2 else 0.0)
-    signs_in, signs_out = draw_signs("hadamard", k, k), draw_signs("hadamard", n, n + 1)
-    if tuned:
-        signs_in, signs_out = (store_signs(1 + torch.randn(m, generator=generator) / 4) for m in (k, n))
-    return PackedWeight(
-        shape=(n, k),
-        packed=lattice.pack(codes, fmt),
-        lattice=record.to_tensor(),
-        signs_in=signs_in,
-        signs_out=signs_out,
-        lra=factor(rank, n, "int3", generator) if rank else None,
-        lrb=factor(rank, k, "int3", generator) if rank else None,
-    )
-
-
 @pytest.fixture
 def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators fail where they would take the reference."""
@@ -92,7 +69,7 @@ def test_a_rotation_that_does_not_exist_is_refused() -> None:
     ("n", "k"), [(72, 96), (2, 32), (28, 288), (448, 2048), (112, 1536)], ids=lambda v: str(v)
 )
 def test_linear(tier: str, name: str, n: int, k: int) -> None:
-    w = weight(n, k, name)
+    w = lattice_weight(n, k, name)
     for tokens in (1, 2, 5, 17):
         x = _x(tokens, k)
         assert relative_error(ops.linear(x, w), reference.linear(x, w)) < EXACT[torch.float32]
@@ -102,7 +79,7 @@ def test_linear(tier: str, name: str, n: int, k: int) -> None:
 @pytest.mark.parametrize("dtype", list(EXACT), ids=str)
 @pytest.mark.parametrize("tuned", [False, True])
 def test_linear_of_every_type_with_all_parts(tier: str, dtype: torch.dtype, tuned: bool) -> None:
-    w, bias = weight(80, 320, "e8p-3", rank=5, tuned=tuned), _x(80, dtype=dtype)
+    w, bias = lattice_weight(80, 320, "e8p-3", rank=5, tuned=tuned), _x(80, dtype=dtype)
     for tokens in (1, 3, 8, 40):
         x = _x(tokens, 320, dtype=dtype)
         assert relative_error(ops.linear(x, w, bias), reference.linear(x, w, bias)) < EXACT[dtype]
@@ -138,7 +115,8 @@ def _expert(e: int, name: str, *, rank: int = 0, tuned: bool = False) -> Expert:
         gate, up, down = (packed_weight(n, k, name, seed=9 * e + i) for i, (n, k) in enumerate(shapes))
     else:
         gate, up, down = (
-            weight(n, k, name, seed=9 * e + i, rank=rank, tuned=tuned) for i, (n, k) in enumerate(shapes)
+            lattice_weight(n, k, name, seed=9 * e + i, rank=rank, tuned=tuned)
+            for i, (n, k) in enumerate(shapes)
         )
     return gate, up, down
 
@@ -203,7 +181,7 @@ def test_experts_of_every_type_with_biases(tier: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.usefixtures("native_only")
 def test_one_bad_token_leaves_the_others(tier: str) -> None:
-    layer, w, x = _layer("alike"), weight(64, HIDDEN, "e8p-3"), _x(12, HIDDEN)
+    layer, w, x = _layer("alike"), lattice_weight(64, HIDDEN, "e8p-3"), _x(12, HIDDEN)
     x[4, 100] = torch.nan
     rest = [t for t in range(12) if t != 4]
     for found, expected in (_both(x, layer), (ops.linear(x, w), reference.linear(x, w))):
@@ -223,7 +201,7 @@ def test_threads_and_passes_agree() -> None:
 
 @pytest.mark.usefixtures("native_only")
 def test_int8_activations_cost_precision_and_little_of_it(tier: str) -> None:
-    w, x = weight(64, 512), _x(20, 512)
+    w, x = lattice_weight(64, 512), _x(20, 512)
     with cpu.activations("int8"):
         error = relative_error(ops.linear(x, w), reference.linear(x, w))
     assert 1e-3 < error < 2e-2

@@ -123,17 +123,18 @@ def test_doctor_names_the_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_kernels_compile_ahead_of_time(arch: str, tmp_path: Path) -> None:
-    """Three of the variants that benchmarks/gpu_compile.py compiles, for a GPU that is not here; none may spill."""
+    """Some of the variants that benchmarks/gpu_compile.py compiles, for a GPU that is not here; none may spill."""
     code = (
-        "import gpu_compile as g, torch; from trilobite.recipe import Format\n"
-        f"found = list(g.record({arch!r}, Format.parse('int3-g64'), 0, 'int3', torch.bfloat16))\n"
+        "import gpu_compile as g, torch\n"
         "first = {}\n"
-        "for v in found: first.setdefault(v.kernel, v)\n"
+        "for fmt, rank in (('int3-g64', 0), ('e8p-2', 2)):\n"
+        f"    for v in g.record({arch!r}, g.parse_format(fmt), rank, 'int3', torch.bfloat16):\n"
+        "        first.setdefault(v.kernel, v)\n"
         "assert set(first) == set(g.KERNELS), sorted(first)\n"
-        "for name in ('product', 'gate_up', 'combine'):\n"
+        "for name in ('product', 'gate_up', 'combine', 'spin', 'lattice_product'):\n"
         f"    r = g.compile_one(first[name], {arch!r}); print(name, r)\n"
         "    assert r.spilled == 0 and r.shared < 99 * 1024, r\n"
-        "    assert name == 'combine' or 1 < r.per_weight < 5, r\n"
+        "    assert name in ('combine', 'spin') or 1 < r.per_weight < 5, r\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(BENCHMARKS), "TRITON_CACHE_DIR": str(tmp_path)}

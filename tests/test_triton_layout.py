@@ -10,7 +10,8 @@ from trilobite.errors import ShapeError
 from trilobite.formats import affine
 from trilobite.formats.weight import PackedWeight, decode_factor
 from trilobite.kernels import triton_layout
-from trilobite.kernels.triton_layout import Place, codings_of, pack_words, repack, restore, unpack_words
+from trilobite.kernels.triton_layout import Place, codings_of, repack, restore
+from trilobite.kernels.triton_words import pack_words, unpack_words
 from trilobite.recipe import Format
 
 FORMATS = [
@@ -138,7 +139,7 @@ def test_experts_of_different_formats_form_classes() -> None:
 def test_groups_that_no_kernel_knows_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"groups of 96 columns.*--group-size 64"):
         repack([[packed_weight(16, 192, "int3-g96")]])
-    triton_layout.check_format(Format(bits=3, group=96), 96)  # one group a row is any number of columns
+    triton_layout.check_format(Format(bits=3, group=96), (16, 96))  # one group a row is any number of columns
 
 
 def test_factors_decode_alike() -> None:

@@ -1,6 +1,7 @@
 """The GPU kernels of `linear`, interpreted on the CPU, against the reference. Awkward shapes first."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(DeviceError, match=r"Tesla T4 has compute capability 7.5.*8.0.*device='cpu'"):
-        ops.gpu_layout(torch.device("cuda"))
+        ops.gpu_layout([SimpleNamespace(packed=SimpleNamespace(device=torch.device("cuda")), lattice=None)])  # type: ignore[list-item]
 
 
 def test_out_of_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ triton_interpreter.install()
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the modules take the CPU for a GPU."""
-    monkeypatch.setattr(ops, "gpu_layout", lambda device: True)
+    monkeypatch.setattr(ops, "gpu_layout", lambda weights: True)
 
 
 def make_linear(fmt: str = "int3-g64") -> PackedLinear:
@@ -81,7 +81,7 @@ def test_a_linear_layer_comes_back_to_the_cpu(gpu: None, monkeypatch: pytest.Mon
     layer = make_linear()
     packed = layer.packed().packed.clone()
     layer.settle()
-    monkeypatch.setattr(ops, "gpu_layout", lambda device: False)
+    monkeypatch.setattr(ops, "gpu_layout", lambda weights: False)
     monkeypatch.setattr(runtime_linear, "leaves_gpu", lambda fn, table: True)
     layer.cpu()
     assert layer.pack is None
@@ -92,9 +92,9 @@ def test_experts_settle_and_save_as_stored(gpu: None, monkeypatch: pytest.Monkey
     module = make_experts()
     before = {k: v.clone() for k, v in module.state_dict().items()}
     x, index, share = torch.randn(2, 64), torch.tensor([[0, 1], [1, 2]]), torch.rand(2, 2)
-    monkeypatch.setattr(ops, "gpu_layout", lambda device: False)
+    monkeypatch.setattr(ops, "gpu_layout", lambda weights: False)
     expected = module(x, index, share)
-    monkeypatch.setattr(ops, "gpu_layout", lambda device: True)
+    monkeypatch.setattr(ops, "gpu_layout", lambda weights: True)
     module.gather()
     assert module.pack is not None
     assert module.slab is None

@@ -8,7 +8,7 @@ and again.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -306,17 +306,20 @@ def bind_experts(
     return BoundExperts(slab, table, (gate_up_bias, down_bias), (hidden, intermediate), activation)
 
 
-def gpu_layout(device: torch.device) -> bool:
-    """Whether weights on this device shall be repacked: it is a CUDA device, and Triton is installed.
+def gpu_layout(weights: Iterable[PackedWeight | None]) -> bool:
+    """Whether these weights shall be repacked: they are on a CUDA device with Triton, which computes their formats.
 
-    Raises DeviceError when the GPU is too old for the kernels.
+    Of lattice formats it computes E8P with Hadamard transforms; others stay as they are, for the reference. Raises
+    DeviceError when the GPU is too old for the kernels.
     """
+    present = [w for w in weights if w is not None]
+    device = present[0].packed.device
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    from trilobite.kernels import triton_launch
+    from trilobite.kernels import triton_launch, triton_layout
 
     triton_launch.check_device(device)
-    return True
+    return all(triton_layout.computes(w.format) for w in present if w.lattice is not None)
 
 
 def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> "Pack":

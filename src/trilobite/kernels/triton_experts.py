@@ -1,6 +1,8 @@
 """`experts` in the GPU layout: routing, gate and up with the activation, down, weighted sum; nothing waits for the host.
 
 Launches for one token: gate and up, down, `combine`; with compensators two more. For more tokens `route` comes first.
+Lattice formats take eight: activations into rotated coordinates, product, and back, for gate with up and for down, the
+activation between them, and `combine`.
 Experts of different formats form classes, and each class has launches of its own over the same tiles, in which the
 programs of other classes leave at once.
 """
@@ -14,9 +16,7 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.kernels.expert_table import DOWN, GATE, UP
 from trilobite.kernels.reference import gate_fn
-from trilobite.kernels.triton_launch import check_device, check_dtype, check_together, launch, scratch
-from trilobite.kernels.triton_layout import Coding, codings_of
-from trilobite.kernels.triton_linear import (
+from trilobite.kernels.triton_calls import (
     Inputs,
     Job,
     Low,
@@ -29,8 +29,12 @@ from trilobite.kernels.triton_linear import (
     split_count,
     step_of,
 )
-from trilobite.kernels.triton_product import SLOTS, SORTED, gate_up
+from trilobite.kernels.triton_gate_up import activate, gate_up
+from trilobite.kernels.triton_launch import check_device, check_dtype, check_together, launch, scratch
+from trilobite.kernels.triton_layout import Coding, Place, codings_of
+from trilobite.kernels.triton_rotated import on_tensor_cores, run_rotated
 from trilobite.kernels.triton_routing import combine, route
+from trilobite.kernels.triton_tile import SLOTS, SORTED
 from trilobite.kernels.triton_tuning import Tile, tile_for
 
 ACTIVATIONS = (
@@ -98,7 +102,9 @@ def _check(x: Tensor, index: Tensor, weights: Tensor, table: Tensor) -> None:
     if index.dtype not in (torch.int64, torch.int32):
         raise ShapeError(f"experts: top_k_index is {index.dtype}, expected int64 or int32")
     if table.dim() != 3 or table.shape[1] != 3:
-        raise ShapeError(f"experts: table is {list(table.shape)}, expected [E, 3, 8] of the GPU layout")
+        raise ShapeError(
+            f"experts: table is {list(table.shape)}, expected [E, 3, {len(Place)}] of the GPU layout"
+        )
 
 
 def experts(
@@ -169,15 +175,18 @@ class _Layer:
         tokens, experts = x.shape[0], self.matrices.table.shape[0]
         each = -(-index.numel() // experts)
         tile = tile_for("gate_up", each, x.device)
+        if any(c.e8p for codings in self.classes for c in codings):
+            tile = on_tensor_cores(tile)
         rows = make_rows(index, experts, tile.block_m)
         h = scratch((rows.slots, self.intermediate), x.dtype, x, tokens)
         inputs = Inputs(x=x, divisor=index.shape[1], tokens=tokens)
         for class_id, codings in enumerate(self.classes):
             low = low_rank(rows, self.matrices, inputs, codings[GATE : UP + 1], GATE, class_id)
-            if self.activation in ACTIVATIONS:
+            lattice = codings[GATE].e8p or codings[UP].e8p
+            if self.activation in ACTIVATIONS and not lattice:
                 self._gate_up(rows, inputs, codings, class_id, tile, low, h)
             else:
-                self._gate_up_by_torch(rows, inputs, codings, class_id, tile, low, h)
+                self._gate_up_in_steps(rows, inputs, codings, class_id, tile, low, h)
         parts = self._down(rows, Inputs(x=h, divisor=1, tokens=tokens), tile, x.shape[1])
         arguments = {
             "p_parts": parts,
@@ -241,7 +250,7 @@ class _Layer:
         grid = (rows.tiles, -(-self.intermediate // tile.block_n))
         launch(gate_up, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
 
-    def _gate_up_by_torch(
+    def _gate_up_in_steps(
         self,
         rows: Rows,
         inputs: Inputs,
@@ -251,25 +260,54 @@ class _Layer:
         low: Low,
         h: Tensor,
     ) -> None:
-        """For an activation that is no kernel's: both products to memory, the activation by torch."""
-        size = (2, 1, rows.slots, self.intermediate)
-        both = scratch(size, torch.float32, inputs.x, inputs.tokens).zero_()
-        for p in (GATE, UP):
-            if codings[p].bits:
-                mine = Low() if low.z is None else Low(z=low.z[p], splits=low.splits, rank=low.rank)
-                job = Job(coding=codings[p], n=self.intermediate, projection=p, class_id=class_id)
-                run_product(rows, self.matrices, inputs, job, tile, mine, both[p : p + 1], None)
-        gate, up = both[GATE, 0], both[UP, 0]
+        """Both products to memory, then the activation: for lattice formats, and for activations that no kernel has."""
+        size = (2, rows.slots, self.intermediate)
+        both = scratch(size, torch.float32, inputs.x, inputs.tokens)
+        if self.activation not in ACTIVATIONS:
+            both.zero_()  # slots of other classes are computed too, and thrown away
+        for first, count in _together(codings[: UP + 1]):
+            part = slice(first, first + count)
+            mine = low if low.z is None else replace(low, z=low.z[part])
+            job = Job(
+                coding=codings[first], n=self.intermediate, projection=first, count=count, class_id=class_id
+            )
+            multiply(rows, self.matrices, inputs, job, tile, mine, both[part])
+        if self.activation in ACTIVATIONS:
+            self._activate(rows, both, codings[GATE].bits > 0, class_id, h)
+        else:
+            self._activate_by_torch(rows, both, codings[GATE].bits > 0, class_id, h)
+
+    def _activate(self, rows: Rows, both: Tensor, gated: bool, class_id: int, h: Tensor) -> None:
+        bias = self.gate_up_bias
+        arguments = {
+            "p_both": both,
+            "p_table": self.matrices.table,
+            "p_bias": both if bias is None else bias,
+            "p_index": rows.index,
+            "p_h": h,
+            "S": rows.slots,
+            "E": rows.experts,
+            "N": self.intermediate,
+            "CLASS_ID": class_id,
+        }
+        constants = {
+            "GATED": gated,
+            "ACTIVATION": self.activation,
+            "BIAS": bias is not None and gated,
+            "BLOCK": COMBINE_BLOCK,
+        }
+        launch(activate, (rows.slots, -(-self.intermediate // COMBINE_BLOCK)), arguments, constants)
+
+    def _activate_by_torch(self, rows: Rows, both: Tensor, gated: bool, class_id: int, h: Tensor) -> None:
+        gate, up = both
         assert rows.index is not None
-        index = rows.index.flatten()
-        experts = self.matrices.table.shape[0]
-        known = index.clamp(0, experts - 1)
-        if self.gate_up_bias is not None and codings[GATE].bits:
+        known = rows.index.flatten().clamp(0, rows.experts - 1)
+        if self.gate_up_bias is not None and gated:
             gate_bias, up_bias = self.gate_up_bias[known].float().chunk(2, -1)
             gate, up = gate + gate_bias, up + up_bias
         act = gate_fn(self.activation)
-        made = act(gate, up) if codings[GATE].bits else act(up, torch.ones_like(up))
-        mine_only = (self.matrices.table[known, UP, -1] == class_id)[:, None]
+        made = act(gate, up) if gated else act(up, torch.ones_like(up))
+        mine_only = (self.matrices.table[known, UP, Place.CLASS] == class_id)[:, None]
         h.copy_(torch.where(mine_only, made, h))
 
     def _down(self, rows: Rows, inputs: Inputs, gate_up_tile: Tile, n: int) -> Tensor:
@@ -284,8 +322,28 @@ class _Layer:
         ]
         blocks = min(blocks_of(codings[DOWN], k) for codings in self.classes)
         splits = split_count(tile, rows.tiles * -(-n // tile.block_n), blocks, device)
+        if any(codings[DOWN].e8p for codings in self.classes):
+            splits = 1  # sums are rotated back whole
         parts = scratch((1, splits, rows.slots, n), torch.float32, inputs.x, inputs.tokens)
         for class_id, codings in enumerate(self.classes):
             job = Job(coding=codings[DOWN], n=n, projection=DOWN, class_id=class_id)
-            run_product(rows, self.matrices, inputs, job, tile, lows[class_id], parts, None)
+            if splits == 1:
+                multiply(rows, self.matrices, inputs, job, tile, lows[class_id], parts[:, 0])
+            else:
+                run_product(rows, self.matrices, inputs, job, tile, lows[class_id], parts, None)
         return parts
+
+
+def _together(codings: Sequence[Coding]) -> list[tuple[int, int]]:
+    """(first, count) of neighbouring projections that one launch can multiply by; absent ones are left out."""
+    if all(c.e8p for c in codings) and len({replace(c, rank=0) for c in codings}) == 1:
+        return [(0, len(codings))]
+    return [(p, 1) for p, c in enumerate(codings) if c.bits]
+
+
+def multiply(rows: Rows, m: Matrices, inputs: Inputs, job: Job, tile: Tile, low: Low, out: Tensor) -> None:
+    """W x whole, in any format. out: [job.count, S, N] fp32."""
+    if job.coding.e8p:
+        run_rotated(rows, m, inputs, job, tile, low, out, None)
+    else:
+        run_product(rows, m, inputs, job, tile, low, out[:, None], None)

@@ -1,25 +1,13 @@
 """The GPU layout: made once from the stored tiles, bit for bit the same weights (docs/gpu.md draws it).
 
-A *chunk* is one row x 128 columns. It is four *lanes* of `bits` 32-bit words; lane t holds the 32 columns that thread t
-of a quad holds of the left operand of eight `mma.m16n8k16`, columns `16 i + 8 h + 2 t + p`. The 16 pairs f = 2 i + h
-have their element p = 0 in the low and p = 1 in the high half of a word, so one shift and one mask give two codes:
-
-    bits   pair f: word, bit of each half
-    2      f // 8, 2 (f % 8)
-    3      f // 5, 1 + 3 (f % 5) for f < 15; pair 15: bit b of its codes is bit 0 of each half of word b
-    4      f // 4, 4 (f % 4)
-    8      f // 2, 8 (f % 2)
-    16     f (fp16 compensators)
-
-    words  int32 [ceil(K/128), bits, N, 4]
-    meta   int32 [K/G, N], scale and offset as two fp16; symmetric: [ceil(K/G / 2), N], scales of two groups
-
-A compensator factor [R, L] is a symmetric matrix in groups of 64 in the same layout, with its columns along L. The
-matrices of all experts of a layer lie in one slab of 32-bit words; a table of offsets says where.
+Codes and scales are words as `triton_words` says. A compensator factor [R, L] is a symmetric matrix in groups of 64 in
+the same layout, with its columns along L. Of E8P formats the words hold codewords (`triton_codewords`), `meta` the two
+fp32 scales, and the random vectors of both transforms follow as they are stored, padded to whole words. The matrices of
+all experts of a layer lie in one slab of 32-bit words; a table of offsets says where.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -27,20 +15,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trilobite.errors import DeviceError, ShapeError
-from trilobite.formats import affine
+from trilobite.formats import affine, lattice
 from trilobite.formats.bitpack import BLOCK, ROWS, block_bytes, unpack_blocks, unpack_stream
+from trilobite.formats.incoherence import signs_bytes
 from trilobite.formats.weight import LR_GROUP, PackedWeight, compensator_of, encode_factor
-from trilobite.recipe import COMPENSATORS, Format
+from trilobite.kernels.triton_codewords import pack_codewords, unpack_codewords
+from trilobite.kernels.triton_words import (
+    CHUNK,
+    LANES,
+    pack_meta,
+    pack_words,
+    unpack_meta,
+    unpack_words,
+)
+from trilobite.recipe import COMPENSATORS, AnyFormat, Format, LatticeFormat
 
-CHUNK = 128
-"""Columns of a chunk."""
-LANES = 4
 GROUPS = (32, 64)
 """Group sizes below a chunk that the kernels know; besides multiples of 128, and one group a row."""
 ALIGN = 32
 """Words: every part of a slab begins at a multiple of 128 bytes."""
-ROW_SLICE = 1024
-"""Rows that are repacked at a time, which bounds the memory of intermediate results."""
 
 
 class Place(IntEnum):
@@ -52,29 +45,37 @@ class Place(IntEnum):
     U_META = 3
     V_WORDS = 4
     V_META = 5
-    RANK = 6
-    CLASS = 7
+    SIGNS_IN = 6
+    SIGNS_OUT = 7
+    RANK = 8
+    CLASS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coding:
-    """What a kernel has to be compiled for; bits = 0: no such matrix. rank: the largest of all that share this."""
+    """What a kernel has to be compiled for; bits = 0: no such matrix.
+
+    group: 0 = the whole row    e8p: the words are E8P codewords    tuned: the vectors of its transforms are fp16
+    rank: the largest of all that share this
+    """
 
     bits: int
-    group: int
-    symmetric: bool
-    rank_bits: int
-    rank: int
+    group: int = 0
+    symmetric: bool = False
+    e8p: bool = False
+    tuned: bool = False
+    rank_bits: int = 0
+    rank: int = 0
 
 
-ABSENT = Coding(bits=0, group=0, symmetric=False, rank_bits=0, rank=0)
+ABSENT = Coding(bits=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
     """Packed matrices in the GPU layout.
 
-    slab: [words] int32    table: [E, P, 8] int64 on the same device, columns as in `Place`
+    slab: [words] int32    table: [E, P, 10] int64 on the same device, columns as in `Place`
     codings: for every class of experts, P codings; experts of one class run in one launch
     """
 
@@ -91,82 +92,28 @@ class Pack:
 def codings_of(spec: Sequence[int], projections: int) -> tuple[tuple[Coding, ...], ...]:
     """Inverse of `Pack.spec`."""
     codings = [
-        Coding(bits=b, group=g, symmetric=bool(s), rank_bits=rb, rank=r)
-        for b, g, s, rb, r in (spec[i : i + 5] for i in range(0, len(spec), 5))
+        Coding(bits=b, group=g, symmetric=bool(s), e8p=bool(e), tuned=bool(t), rank_bits=rb, rank=r)
+        for b, g, s, e, t, rb, r in (spec[i : i + 7] for i in range(0, len(spec), 7))
     ]
     return tuple(tuple(codings[i : i + projections]) for i in range(0, len(codings), projections))
 
 
-def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes to words.
-
-    codes: [N, K] uint8, or int16 for 16 bits    returns: [ceil(K/128), bits, N, 4] int32
-    """
-    n, k = codes.shape
-    chunks = -(-k // CHUNK)
-    out = torch.empty((chunks, bits, n, LANES), dtype=torch.int32, device=codes.device)
-    for at in range(0, n, ROW_SLICE):
-        rows = pad(codes[at : at + ROW_SLICE], (0, chunks * CHUNK - k)).int() & (2**bits - 1)
-        pairs = rows.view(-1, chunks, 16, LANES, 2).permute(1, 2, 0, 3, 4)
-        out[:, :, at : at + ROW_SLICE] = _join_pairs(pairs[..., 0] | (pairs[..., 1] << 16), bits)
-    return out
+def computes(fmt: AnyFormat) -> bool:
+    """Whether the kernels compute a lattice format: E8P with Hadamard transforms."""
+    return isinstance(fmt, LatticeFormat) and fmt.codebook == "e8p" and fmt.transform == "hadamard"
 
 
-def _join_pairs(pairs: Tensor, bits: int) -> Tensor:
-    """[C, 16, N, 4] int32 with a code in each half -> words [C, bits, N, 4]."""
-    each, low = (5, 1) if bits == 3 else (16 // bits, 0)
-    words = torch.zeros_like(pairs[:, :bits])
-    for w in range(bits):
-        for j in range(each):
-            words[:, w] |= pairs[:, each * w + j] << (bits * j + low)
-        if bits == 3:
-            words[:, w] |= (pairs[:, 15] >> w) & 0x00010001
-    return words
-
-
-def unpack_words(words: Tensor, k: int) -> Tensor:
-    """Inverse of `pack_words`.
-
-    words: [C, bits, N, 4] int32    returns: [N, k] uint8, int16 for 16 bits
-    """
-    chunks, bits, n, _ = words.shape
-    mask, (each, low) = 2**bits - 1, (5, 1) if bits == 3 else (16 // bits, 0)
-    pairs = torch.empty((chunks, 16, n, LANES, 2), dtype=torch.int32, device=words.device)
-    for f in range(16):
-        for p in (0, 1):
-            if bits == 3 and f == 15:
-                high = [((words[:, w] >> (16 * p)) & 1) << w for w in range(3)]
-                pairs[:, f, :, :, p] = high[0] | high[1] | high[2]
-            else:
-                pairs[:, f, :, :, p] = (words[:, f // each] >> (16 * p + bits * (f % each) + low)) & mask
-    codes = pairs.permute(2, 0, 1, 3, 4).reshape(n, chunks * CHUNK)[:, :k]
-    return codes.to(torch.int16 if bits == 16 else torch.uint8)
-
-
-def pack_meta(scale: Tensor, offset: Tensor | None) -> Tensor:
-    """Scales and offsets to words: [N, K/G] fp16 each -> [K/G, N] int32, symmetric [ceil(K/G / 2), N]."""
-    first = scale.T
-    if offset is None:
-        first = pad(first, (0, 0, 0, first.shape[0] % 2))
-        first, second = first[0::2], first[1::2]
-    else:
-        second = offset.T
-    pair = torch.stack((first, second), -1).contiguous()
-    return pair.view(torch.int32).squeeze(-1)
-
-
-def unpack_meta(meta: Tensor, groups: int, symmetric: bool) -> tuple[Tensor, Tensor | None]:
-    """Inverse of `pack_meta`: fp16 scales [N, groups] and offsets, or None."""
-    pair = meta.unsqueeze(-1).view(torch.float16)  # [W, N, 2]
-    if not symmetric:
-        return pair[..., 0].T.contiguous(), pair[..., 1].T.contiguous()
-    return pair.permute(1, 0, 2).reshape(meta.shape[1], -1)[:, :groups].contiguous(), None
-
-
-def check_format(fmt: Format, k: int, name: str = "weight") -> None:
-    """Raise ShapeError for a format that the kernels do not compute."""
-    group = fmt.group_size(k)
-    if group not in GROUPS and group % CHUNK and group != k:
+def check_format(fmt: AnyFormat, shape: tuple[int, int], name: str = "weight") -> None:
+    """Raise ShapeError for a format of a matrix [N, K] that the kernels do not compute."""
+    if isinstance(fmt, LatticeFormat):
+        if not computes(fmt):
+            raise ShapeError(
+                f"{name} is {fmt}; of lattice formats the GPU kernels know e8p with Hadamard transforms: compress with "
+                "one of these, or run on the CPU"
+            )
+        return
+    group = fmt.group_size(shape[1])
+    if group not in GROUPS and group % CHUNK and group != shape[1]:
         raise ShapeError(
             f"{name}: {fmt} has groups of {group} columns; the GPU kernels know groups of 32, 64, multiples of 128 and "
             "whole rows: compress with --group-size 64, or run on the CPU"
@@ -175,12 +122,17 @@ def check_format(fmt: Format, k: int, name: str = "weight") -> None:
 
 def _shapes(w: PackedWeight) -> dict[Place, tuple[int, ...]]:
     """Shapes of the int32 parts of a matrix in the GPU layout."""
-    (n, k), fmt = w.shape, _affine(w)
-    groups = k // fmt.group_size(k)
-    shapes: dict[Place, tuple[int, ...]] = {
-        Place.WORDS: (-(-k // CHUNK), fmt.bits, n, LANES),
-        Place.META: (-(-groups // 2) if fmt.symmetric else groups, n),
-    }
+    (n, k), fmt = w.shape, w.format
+    shapes: dict[Place, tuple[int, ...]] = {Place.WORDS: (-(-k // CHUNK), fmt.bits, n, LANES)}
+    if isinstance(fmt, LatticeFormat):
+        assert w.signs_in is not None
+        assert w.signs_out is not None
+        shapes[Place.META] = (2,)
+        shapes[Place.SIGNS_IN] = (-(-w.signs_in.numel() // 4),)
+        shapes[Place.SIGNS_OUT] = (-(-w.signs_out.numel() // 4),)
+    else:
+        groups = k // fmt.group_size(k)
+        shapes[Place.META] = (-(-groups // 2) if fmt.symmetric else groups, n)
     if w.lra is not None:
         bits = COMPENSATORS[compensator_of(w.lra)]
         for place, length in ((Place.U_WORDS, n), (Place.V_WORDS, k)):
@@ -199,30 +151,42 @@ def _aligned(words: int) -> int:
     return -(-words // ALIGN) * ALIGN
 
 
-def _affine(w: PackedWeight) -> Format:
-    """The format of a matrix. Raises ShapeError for a lattice format."""
-    fmt = w.format
-    if not isinstance(fmt, Format):
-        raise ShapeError(
-            f"{fmt}: the GPU kernels compute affine formats; lattice formats run in the reference"
-        )
-    return fmt
-
-
-def _parts(w: PackedWeight) -> dict[Place, Tensor]:
-    """The int32 parts of a matrix."""
-    (n, k), fmt = w.shape, _affine(w)
+def _affine_parts(w: PackedWeight, fmt: Format) -> dict[Place, Tensor]:
+    """Codes and scales of a matrix."""
+    n, k = w.shape
     cut = fmt.group_size(k) // BLOCK * block_bytes(fmt.bits)
     blocks, meta = w.packed[..., :cut], w.packed[..., cut:]
     bands = w.packed.shape[0]
     codes = unpack_blocks(blocks.reshape(bands, k // BLOCK, block_bytes(fmt.bits)), fmt.bits)[:n]
     scale, offset = affine.read_metadata(meta, w.scale, fmt)  # [bands, groups, 16]; exact in fp16 but for -dq
     rows = [v.permute(0, 2, 1).reshape(bands * ROWS, -1)[:n].half() for v in (scale, offset)]
-    parts = {
+    return {
         Place.WORDS: pack_words(codes, fmt.bits),
         Place.META: pack_meta(rows[0], None if fmt.symmetric else rows[1]),
     }
-    for place, factor, length in ((Place.U_WORDS, w.lra, n), (Place.V_WORDS, w.lrb, k)):
+
+
+def _lattice_parts(w: PackedWeight, fmt: LatticeFormat) -> dict[Place, Tensor]:
+    """Codewords, scales and random vectors of a matrix."""
+    assert w.lattice is not None
+    assert w.signs_in is not None
+    assert w.signs_out is not None
+    record = lattice.read_record(w.lattice)
+    scales = torch.tensor([record.scale, record.second], device=w.packed.device)
+    codes = lattice.unpack(w.packed, fmt)[: w.shape[0]]
+    return {
+        Place.WORDS: pack_codewords(codes, fmt.bits),
+        Place.META: scales.view(torch.int32),
+        Place.SIGNS_IN: pad(w.signs_in, (0, -w.signs_in.numel() % 4)).view(torch.int32),
+        Place.SIGNS_OUT: pad(w.signs_out, (0, -w.signs_out.numel() % 4)).view(torch.int32),
+    }
+
+
+def _parts(w: PackedWeight) -> dict[Place, Tensor]:
+    """The int32 parts of a matrix."""
+    fmt = w.format
+    parts = _lattice_parts(w, fmt) if isinstance(fmt, LatticeFormat) else _affine_parts(w, fmt)
+    for place, factor, length in ((Place.U_WORDS, w.lra, w.shape[0]), (Place.V_WORDS, w.lrb, w.shape[1])):
         if factor is None:
             continue
         if factor.dtype == torch.float16:
@@ -239,17 +203,15 @@ def coding(w: PackedWeight | None) -> Coding:
     """The coding of one matrix. Raises ShapeError for a format that the kernels do not compute."""
     if w is None:
         return ABSENT
-    fmt, k = _affine(w), w.shape[1]
-    check_format(fmt, k)
+    fmt, k = w.format, w.shape[1]
+    check_format(fmt, w.shape)
+    low = COMPENSATORS[compensator_of(w.lra)] if w.lra is not None else 0
+    if isinstance(fmt, LatticeFormat):
+        assert w.signs_in is not None
+        return Coding(bits=fmt.bits, e8p=True, tuned=w.signs_in.numel() == 2 * k, rank_bits=low, rank=w.rank)
     group = fmt.group_size(k)
-    bits = COMPENSATORS[compensator_of(w.lra)] if w.lra is not None else 0
-    return Coding(
-        bits=fmt.bits,
-        group=0 if group == k else group,
-        symmetric=fmt.symmetric,
-        rank_bits=bits,
-        rank=w.rank,
-    )
+    group = 0 if group == k else group
+    return Coding(bits=fmt.bits, group=group, symmetric=fmt.symmetric, rank_bits=low, rank=w.rank)
 
 
 def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> Pack:
@@ -259,7 +221,7 @@ def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> Pack:
     Raises ShapeError for a format that the kernels do not compute, DeviceError when memory does not suffice.
     """
     codings = [tuple(coding(w) for w in row) for row in rows]
-    classes = [tuple((c.bits, c.group, c.symmetric, c.rank_bits) for c in row) for row in codings]
+    classes = [tuple(replace(c, rank=0) for c in row) for row in codings]
     kinds = list(dict.fromkeys(classes))
     total = sum(words_needed(w) for row in rows for w in row if w is not None)
     device = next(w.packed.device for row in rows for w in row if w is not None)
@@ -295,8 +257,7 @@ def _allocate(words: int, device: torch.device) -> Tensor:
 
 
 def _merge(codings: Sequence[Coding]) -> Coding:
-    values = vars(codings[0])
-    return Coding(**{**values, "rank": max(c.rank for c in codings)})
+    return replace(codings[0], rank=max(c.rank for c in codings))
 
 
 def restore(pack: Pack, shapes: Sequence[tuple[int, int]]) -> list[list[PackedWeight | None]]:
@@ -319,17 +280,42 @@ def restore(pack: Pack, shapes: Sequence[tuple[int, int]]) -> list[list[PackedWe
 
 def _restore(slab: Tensor, row: list[int], c: Coding, shape: tuple[int, int]) -> PackedWeight:
     n, k = shape
-    fmt = Format(bits=c.bits, group=c.group or k, symmetric=c.symmetric)
-    codes = unpack_words(_part(slab, row[Place.WORDS], (-(-k // CHUNK), c.bits, n, LANES)), k)
-    groups = k // fmt.group
-    meta = _part(slab, row[Place.META], (-(-groups // 2) if c.symmetric else groups, n))
-    scale, offset = unpack_meta(meta, groups, c.symmetric)
-    grid = affine.make_grid(scale.float(), None if offset is None else offset.float(), fmt)
-    weight = {"packed": affine.encode(codes, grid, fmt)}
+    words = _part(slab, row[Place.WORDS], (-(-k // CHUNK), c.bits, n, LANES))
+    weight = (
+        _restore_lattice(slab, row, c, shape, words) if c.e8p else _restore_affine(slab, row, c, shape, words)
+    )
     if row[Place.RANK] > 0:
         for key, place, length in (("lra", Place.U_WORDS, n), ("lrb", Place.V_WORDS, k)):
             weight[key] = _restore_factor(slab, row, place, c.rank_bits, length)
     return PackedWeight(shape=shape, **weight)
+
+
+def _restore_affine(
+    slab: Tensor, row: list[int], c: Coding, shape: tuple[int, int], words: Tensor
+) -> dict[str, Tensor]:
+    n, k = shape
+    fmt = Format(bits=c.bits, group=c.group or k, symmetric=c.symmetric)
+    groups = k // fmt.group
+    meta = _part(slab, row[Place.META], (-(-groups // 2) if c.symmetric else groups, n))
+    scale, offset = unpack_meta(meta, groups, c.symmetric)
+    grid = affine.make_grid(scale.float(), None if offset is None else offset.float(), fmt)
+    return {"packed": affine.encode(unpack_words(words, k), grid, fmt)}
+
+
+def _restore_lattice(
+    slab: Tensor, row: list[int], c: Coding, shape: tuple[int, int], words: Tensor
+) -> dict[str, Tensor]:
+    n, k = shape
+    fmt = LatticeFormat(codebook="e8p", bits=c.bits)
+    scale, second = _part(slab, row[Place.META], (2,)).view(torch.float32).tolist()
+    parts = {
+        "packed": lattice.pack(unpack_codewords(words, k), fmt),
+        "lattice": lattice.Record(format=fmt, scale=scale, second=second).to_tensor().to(slab.device),
+    }
+    for name, place, length in (("signs_in", Place.SIGNS_IN, k), ("signs_out", Place.SIGNS_OUT, n)):
+        size = signs_bytes(fmt.transform, length, tuned=c.tuned)
+        parts[name] = _part(slab, row[place], (-(-size // 4),)).view(torch.uint8)[:size].clone()
+    return parts
 
 
 def _restore_factor(slab: Tensor, row: list[int], place: Place, bits: int, length: int) -> Tensor:

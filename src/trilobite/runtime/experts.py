@@ -113,8 +113,7 @@ class PackedExperts(nn.Module):
             (None if gate is None else gate.packed(), up.packed(), down.packed())
             for gate, up, down in matrices
         ]
-        lattice = any(w is not None and w.lattice is not None for row in weights for w in row)
-        if not lattice and ops.gpu_layout(weights[0][1].packed.device):
+        if ops.gpu_layout(w for row in weights for w in row):
             self.pack, self.slab, self.table = ops.repack(weights), None, None
             self._put([(None, None, None)] * len(weights))
             return

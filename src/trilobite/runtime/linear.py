@@ -86,9 +86,9 @@ class PackedLinear(PackedMatrix):
         return self._bound.call
 
     def settle(self) -> None:
-        """Repack a weight that has arrived on a GPU with Triton; a lattice format stays as it is."""
+        """Repack a weight that has arrived on a GPU whose kernels compute its format."""
         w = self.packed()
-        if self.pack is None and w.lattice is None and ops.gpu_layout(w.packed.device):
+        if self.pack is None and ops.gpu_layout([w]):
             self.pack = ops.repack([[w]])
             self.clear()
 

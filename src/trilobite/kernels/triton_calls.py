@@ -1,0 +1,210 @@
+"""What the calls of the kernels share: rows and how they meet experts, matrices, splits, and the launch of `product`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from trilobite.formats.weight import LR_GROUP
+from trilobite.kernels.triton_launch import launch, processors, scratch
+from trilobite.kernels.triton_layout import Coding
+from trilobite.kernels.triton_product import product, sums
+from trilobite.kernels.triton_tile import BLOCK_R, SUMS_FROM
+from trilobite.kernels.triton_tuning import Tile, tile_for
+from trilobite.kernels.triton_words import CHUNK
+
+MOST_SPLITS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Which rows of activations meet which expert: the arguments of `_tile_slots`.
+
+    mode: DENSE, SLOTS or SORTED    slots: S    experts: E    tiles: programs along the slots, at most    block_m: slots
+    a tile    index [S], order [S], ends [E], tile_ends [E]: as `route` describes them, None where the mode has none
+    """
+
+    mode: int
+    slots: int
+    experts: int
+    tiles: int
+    block_m: int
+    index: Tensor | None = None
+    order: Tensor | None = None
+    ends: Tensor | None = None
+    tile_ends: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """The packed matrices of a call: slab and table of `triton_layout.Pack`, `projections` matrices an expert."""
+
+    slab: Tensor
+    table: Tensor
+    projections: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Low:
+    """z = V x of compensators: [projections, splits, S, rank] fp32; rank 0: there are none."""
+
+    z: Tensor | None = None
+    splits: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Rows of activations [rows, K] contiguous; slot s reads row s // divisor. Sums over steps are made once."""
+
+    x: Tensor
+    divisor: int
+    tokens: int
+    _sums: dict[int, Tensor] = field(default_factory=dict)
+
+    def sums(self, step: int, tile: Tile) -> Tensor:
+        """Sums over every `step` columns [rows, ceil(K/128) * 128 / step] fp32, where a tile reads them."""
+        if not tile.dot or tile.block_m < SUMS_FROM.value or self.x.dtype == torch.float32:
+            return self.x  # never read
+        if step not in self._sums:
+            (rows, k), block = self.x.shape, 32
+            steps = -(-k // CHUNK) * (CHUNK // step)
+            made = scratch((rows, steps), torch.float32, self.x, self.tokens)
+            arguments = {"p_x": self.x, "p_sums": made, "K": k, "STEPS": steps}
+            launch(sums, (rows, -(-steps // block)), arguments, {"STEP": step, "BLOCK": block})
+            self._sums[step] = made
+        return self._sums[step]
+
+
+def step_of(*codings: Coding) -> int:
+    """Columns of a chunk that share one scale in all of these matrices."""
+    return min(c.group if c.group in (32, 64) else CHUNK for c in codings if c.bits)
+
+
+def split_count(tile: Tile, programs: int, chunks: int, device: torch.device) -> int:
+    """Ranges of K: as the tile says, or the power of two that gives every processor two programs."""
+    most = min(MOST_SPLITS, max(1, chunks // 2))
+    wanted = tile.splits or -(-2 * processors(device) // programs)
+    splits = 1
+    while 2 * splits <= most and splits < wanted:
+        splits *= 2
+    return splits
+
+
+Arguments = dict[str, object]
+
+
+def slot_arguments(rows: Rows, m: Matrices) -> tuple[Arguments, Arguments]:
+    """Arguments and constants that all kernels over tiles of slots share."""
+    arguments: Arguments = {"p_slab": m.slab, "p_table": m.table, "S": rows.slots, "E": rows.experts}
+    parts = {"p_index": rows.index, "p_order": rows.order, "p_ends": rows.ends, "p_tiles": rows.tile_ends}
+    arguments |= {name: m.table if part is None else part for name, part in parts.items()}
+    constants: Arguments = {
+        "MODE": rows.mode,
+        "BLOCK_M": rows.block_m,
+        "EP": max(2, 1 << (rows.experts - 1).bit_length()),
+    }
+    return arguments, constants
+
+
+def row_arguments(rows: Rows, m: Matrices, inputs: Inputs) -> tuple[Arguments, Arguments]:
+    """The same, and the activations."""
+    arguments, constants = slot_arguments(rows, m)
+    k = inputs.x.shape[1]
+    arguments |= {"p_x": inputs.x, "DIVISOR": inputs.divisor, "K": k}
+    return arguments, constants | {"EVEN_K": k % CHUNK == 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What `product` shall multiply by: a projection of class `class_id`, N rows, or its compensator factor V."""
+
+    coding: Coding
+    n: int
+    projection: int = 0
+    count: int = 1
+    class_id: int = 0
+    ranked: bool = False
+
+
+def run_product(
+    rows: Rows, m: Matrices, inputs: Inputs, job: Job, tile: Tile, low: Low, out: Tensor, bias: Tensor | None
+) -> None:
+    """Launch `product`. out: [job.count, splits, S, N], fp32 or the result's type; its shape says how many splits."""
+    c = job.coding
+    step = step_of(c)
+    arguments, constants = row_arguments(rows, m, inputs)
+    arguments |= {
+        "p_bias": m.table if bias is None else bias,
+        "p_sums": inputs.sums(step, tile),
+        "p_z": m.table if low.z is None else low.z,
+        "p_out": out,
+        "N": job.n,
+        "R_MAX": low.rank,
+        "PROJECTIONS": m.projections,
+        "PROJECTION": job.projection,
+        "CLASS_ID": job.class_id,
+    }
+    constants |= {
+        "RANKED": job.ranked,
+        "BITS": c.bits,
+        "GROUP": c.group,
+        "SYMMETRIC": c.symmetric,
+        "RANK_BITS": c.rank_bits if low.rank else 0,
+        "STEP": step,
+        "DOT": tile.dot,
+        "BLOCK_N": tile.block_n,
+        "SPLITS": out.shape[1],
+        "Z_SPLITS": low.splits,
+        "BIAS": bias is not None,
+        "STAGES": tile.stages,
+    }
+    grid = (rows.tiles, -(-job.n // tile.block_n), out.shape[1] * job.count)
+    launch(product, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
+
+
+def factor_coding(rank_bits: int) -> Coding:
+    """A compensator factor as a matrix: symmetric in groups of 64, or plain fp16."""
+    return Coding(
+        bits=rank_bits, group=LR_GROUP if rank_bits < 16 else 0, symmetric=True, rank_bits=0, rank=0
+    )
+
+
+def low_rank(
+    rows: Rows, m: Matrices, inputs: Inputs, codings: Sequence[Coding], first: int, class_id: int
+) -> Low:
+    """z = V x for the compensators of neighbouring projections `first`, `first` + 1, … of one class.
+
+    returns: z [len(codings), splits, S, largest rank]
+    """
+    rank = max(c.rank for c in codings)
+    if rank == 0:
+        return Low()
+    tile = replace(
+        tile_for("rank", -(-rows.slots // rows.experts), inputs.x.device), block_m=max(1, rows.block_m)
+    )
+    if rows.block_m < 8:
+        tile = replace(tile, dot=False)
+    programs = rows.tiles * -(-rank // tile.block_n) * len(codings)
+    splits = split_count(tile, programs, -(-inputs.x.shape[1] // CHUNK), inputs.x.device)
+    z = scratch((len(codings), splits, rows.slots, rank), torch.float32, inputs.x, inputs.tokens)
+    kinds = [c.rank_bits for c in codings]
+    together = len(set(kinds)) == 1
+    for p, bits in enumerate(kinds[:1] if together else kinds):
+        if bits:
+            job = Job(
+                coding=factor_coding(bits),
+                n=rank,
+                projection=first + p,
+                count=len(codings) if together else 1,
+                class_id=class_id,
+                ranked=True,
+            )
+            run_product(rows, m, inputs, job, tile, Low(), z if together else z[p : p + 1], None)
+    return Low(z=z, splits=splits, rank=rank)
+
+
+def blocks_of(c: Coding, k: int) -> int:
+    """Units of work along K that split K divides: chunks, and blocks of ranks."""
+    return -(-k // CHUNK) + -(-c.rank // int(BLOCK_R.value))
