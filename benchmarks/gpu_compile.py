@@ -57,6 +57,8 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+UNSPECIALIZED = "S"
+"""The number of slots: kernels are not compiled anew for its multiples of 16, nor for one."""
 HIDDEN, INTERMEDIATE, EXPERTS, ACTIVE = 4096, 14336, 8, 2
 KERNELS = {
     k.fn.__name__: k
@@ -68,7 +70,6 @@ KERNELS = {
         triton_lattice.compensate,
         triton_hadamard.spin,
         triton_hadamard.spin_back,
-        triton_product.sums,
         triton_product.reduce,
         triton_routing.route,
         triton_routing.combine,
@@ -178,11 +179,11 @@ def variant(call: Launch) -> Variant:
             aligned.append(name)
         elif isinstance(value, float):
             signature[name] = "fp32"
-        elif value == 1:
+        elif value == 1 and name != UNSPECIALIZED:
             constants[name] = 1
         else:
             signature[name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and name != UNSPECIALIZED:
                 aligned.append(name)
     names = KERNELS[call.kernel.fn.__name__].arg_names
     return Variant(
@@ -243,7 +244,7 @@ def _per_weight(v: Variant, code: str) -> float:
             if target and target[1] in label:
                 loops.append(len(at) - label[target[1]])
     matrices = 2 if v.kernel == "gate_up" and constants["GATED"] else 1
-    weights = matrices * constants["BLOCK_N"] * 128 / (32 * v.warps)
+    weights = matrices * constants["BLOCK_N"] * 128 * constants["KS"] / (32 * v.warps)
     return max(loops, default=0) / weights
 
 
@@ -262,8 +263,8 @@ def rows_of(done: list[tuple[Variant, str, Report]]) -> list[tuple[str, ...]]:
             name = "rank" if c.get("RANKED") else v.kernel
             key = (
                 name,
-                "tensor core" if c.get("DOT", True) else "fp32",
-                f"{c['BLOCK_N']} x {c['BLOCK_M']}, {v.warps} warps, {v.stages} stages",
+                c.get("FORM", "factored"),
+                f"{c['BLOCK_N']} x {c['BLOCK_M']} x {c.get('KS', 1)}, {v.warps} warps, {v.stages} stages",
                 arch,
             )
         worst.setdefault(key, []).append(report)
@@ -323,8 +324,8 @@ def main() -> None:
         done = list(pool.map(_compile, jobs, chunksize=4))
     header = (
         "kernel",
-        "products by",
-        "tile (rows x slots)",
+        "form",
+        "tile (rows x slots x chunks)",
         "arch",
         "variants",
         "registers",

@@ -30,7 +30,7 @@ TOLERANCE = {
     torch.float16: 2e-3,
     torch.bfloat16: 1.5e-2,
 }  # rotated activations are rounded too
-TILE = Tile(tokens=1, dot=True, block_n=64, block_m=16, splits=1, warps=4, stages=1)
+TILE = Tile(tokens=1, form="factored", block_n=64, block_m=16, splits=1, stages=1)
 H, I = 64, 96  # noqa: E741
 Weights = list[tuple[PackedWeight | None, PackedWeight, PackedWeight]]
 
@@ -146,7 +146,11 @@ def test_types(dtype: torch.dtype, tokens: int) -> None:
 def test_split_k_and_a_tile_without_tensor_cores() -> None:
     w, x = lattice_weight(40, 512), _x(2, 512)
     assert _linear(x, w, replace(TILE, splits=2)) < TOLERANCE[torch.float32]
-    assert _linear(x, w, replace(TILE, dot=False, block_m=1)) < TOLERANCE[torch.float32]
+    assert (
+        _linear(x[:, :384].contiguous(), lattice_weight(40, 384), replace(TILE, chunks=4))
+        < TOLERANCE[torch.float32]
+    )
+    assert _linear(x, w, replace(TILE, form="lanes", block_m=1)) < TOLERANCE[torch.float32]
 
 
 @interpreted

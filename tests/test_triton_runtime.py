@@ -125,14 +125,16 @@ def test_the_shipped_tables_are_complete() -> None:
             assert tiles[-1].tokens > 10**6
             for t in tiles:
                 assert t.block_n in (16, 32, 64, 128)  # what a compensator's chunk can be cut into
-                assert t.dot or t.block_m <= 4
+                assert t.form in triton_tuning.FORMS
+                assert (t.form == "lanes") == (t.block_m < 8)
+                assert t.form != "scaled" or t.chunks == 1
 
 
 def test_the_most_particular_table_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names = ("NVIDIA Test", "sm_90", "default")
-    cpu = torch.device("cpu")
-    tile = Tile(tokens=10**9, dot=True, block_n=32, block_m=8, splits=0, warps=1, stages=2)
+    x = torch.empty(3, 4, dtype=torch.bfloat16)
+    tile = Tile(tokens=10**9, form="factored", block_n=32, block_m=8, warps=1, stages=2)
     try:
         triton_tuning.user.cache_clear()
         triton_tuning.tiles_of.cache_clear()
@@ -140,13 +142,15 @@ def test_the_most_particular_table_decides(tmp_path: Path, monkeypatch: pytest.M
         path = triton_tuning.remember("NVIDIA Test", {"linear": (tile,)})
         assert path.is_relative_to(tmp_path)
         with triton_tuning.pretending(names):
-            assert triton_tuning.tile_for("linear", 3, cpu) == tile
-            assert triton_tuning.tile_for("down", 3, cpu) != tile
+            assert triton_tuning.tile_for("linear", 3, x) == tile
+            assert triton_tuning.tile_for("down", 3, x) != tile
+            # fp32 takes small tiles on whatever GPU: no tensor core multiplies it exactly.
+            assert triton_tuning.tile_for("down", 1000, x.float()).block_m == 16
         path.write_text("{]")
         triton_tuning.user.cache_clear()
         triton_tuning.tiles_of.cache_clear()
         with pytest.raises(CheckpointError, match=r"tuning\.json: not a tuning table.*bench --tune"):
-            triton_tuning.tile_for("linear", 3, cpu)
+            triton_tuning.tile_for("linear", 3, x)
     finally:
         monkeypatch.undo()
         triton_tuning.user.cache_clear()

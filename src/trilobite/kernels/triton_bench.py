@@ -193,10 +193,18 @@ def _chosen_gate_up(table: Table, each: int) -> Tile | None:
 def _fastest(
     operation: str, each: int, groups: list[list[Callable[[], object]]], gate_up: Tile | None
 ) -> tuple[Tile, float]:
-    kinds = ("lanes", "small") if each <= 2 else ("small",) if each <= 16 else ("large",)
+    kinds = (
+        ("lanes", "small")
+        if each <= 2
+        else ("small",)
+        if each <= 8
+        else ("small", "medium")
+        if each <= 32
+        else ("medium", "large")
+    )
     tiles = [t for kind in kinds for t in CANDIDATES[kind]]
     if operation == "down" and gate_up is not None:
-        tiles = list(dict.fromkeys(replace(t, block_m=gate_up.block_m, dot=gate_up.dot) for t in tiles))
+        tiles = list(dict.fromkeys(triton_tuning.fitted(t, gate_up.block_m) for t in tiles))
     timed = []
     for tile in tiles:
         forced = {operation: tile} | ({"gate_up": gate_up} if operation == "down" and gate_up else {})

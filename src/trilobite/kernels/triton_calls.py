@@ -1,7 +1,7 @@
 """What the calls of the kernels share: rows and how they meet experts, matrices, splits, and the launch of `product`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,12 +9,14 @@ from torch import Tensor
 from trilobite.formats.weight import LR_GROUP
 from trilobite.kernels.triton_launch import launch, processors, scratch
 from trilobite.kernels.triton_layout import Coding
-from trilobite.kernels.triton_product import product, sums
-from trilobite.kernels.triton_tile import BLOCK_R, SUMS_FROM
-from trilobite.kernels.triton_tuning import Tile, tile_for
+from trilobite.kernels.triton_product import product
+from trilobite.kernels.triton_tile import BLOCK_R
+from trilobite.kernels.triton_tuning import Tile, fitted, tile_for
 from trilobite.kernels.triton_words import CHUNK
 
 MOST_SPLITS = 16
+WARPS = 16
+"""Warps that every processor shall have, while there is something to split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +58,11 @@ class Low:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Rows of activations [rows, K] contiguous; slot s reads row s // divisor. Sums over steps are made once."""
+    """Rows of activations [rows, K] contiguous; slot s reads row s // divisor."""
 
     x: Tensor
     divisor: int
     tokens: int
-    _sums: dict[int, Tensor] = field(default_factory=dict)
-
-    def sums(self, step: int, tile: Tile) -> Tensor:
-        """Sums over every `step` columns [rows, ceil(K/128) * 128 / step] fp32, where a tile reads them."""
-        if not tile.dot or tile.block_m < SUMS_FROM.value or self.x.dtype == torch.float32:
-            return self.x  # never read
-        if step not in self._sums:
-            (rows, k), block = self.x.shape, 32
-            steps = -(-k // CHUNK) * (CHUNK // step)
-            made = scratch((rows, steps), torch.float32, self.x, self.tokens)
-            arguments = {"p_x": self.x, "p_sums": made, "K": k, "STEPS": steps}
-            launch(sums, (rows, -(-steps // block)), arguments, {"STEP": step, "BLOCK": block})
-            self._sums[step] = made
-        return self._sums[step]
 
 
 def step_of(*codings: Coding) -> int:
@@ -82,10 +70,15 @@ def step_of(*codings: Coding) -> int:
     return min(c.group if c.group in (32, 64) else CHUNK for c in codings if c.bits)
 
 
-def split_count(tile: Tile, programs: int, chunks: int, device: torch.device) -> int:
-    """Ranges of K: as the tile says, or the power of two that gives every processor two programs."""
-    most = min(MOST_SPLITS, max(1, chunks // 2))
-    wanted = tile.splits or -(-2 * processors(device) // programs)
+def rounds_of(k: int, tile: Tile) -> int:
+    """Steps of the loop over K columns: `tile.chunks` chunks each."""
+    return -(-k // (CHUNK * tile.chunks))
+
+
+def split_count(tile: Tile, programs: int, rounds: int, device: torch.device) -> int:
+    """Ranges of K: as the tile says, or the power of two that gives every processor enough warps to hide memory."""
+    most = min(MOST_SPLITS, max(1, rounds // 2))
+    wanted = tile.splits or -(-WARPS * processors(device) // (programs * tile.warps))
     splits = 1
     while 2 * splits <= most and splits < wanted:
         splits *= 2
@@ -108,12 +101,19 @@ def slot_arguments(rows: Rows, m: Matrices) -> tuple[Arguments, Arguments]:
     return arguments, constants
 
 
-def row_arguments(rows: Rows, m: Matrices, inputs: Inputs) -> tuple[Arguments, Arguments]:
-    """The same, and the activations."""
+def row_arguments(rows: Rows, m: Matrices, inputs: Inputs, tile: Tile) -> tuple[Arguments, Arguments]:
+    """The same, the activations, and how a tile multiplies them."""
     arguments, constants = slot_arguments(rows, m)
     k = inputs.x.shape[1]
     arguments |= {"p_x": inputs.x, "DIVISOR": inputs.divisor, "K": k}
-    return arguments, constants | {"EVEN_K": k % CHUNK == 0}
+    constants |= {
+        "FORM": tile.form,
+        "KS": tile.chunks,
+        "BLOCK_N": tile.block_n,
+        "EVEN_K": k % (CHUNK * tile.chunks) == 0,
+        "STAGES": tile.stages,
+    }
+    return arguments, constants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +134,9 @@ def run_product(
     """Launch `product`. out: [job.count, splits, S, N], fp32 or the result's type; its shape says how many splits."""
     c = job.coding
     step = step_of(c)
-    arguments, constants = row_arguments(rows, m, inputs)
+    arguments, constants = row_arguments(rows, m, inputs, tile)
     arguments |= {
         "p_bias": m.table if bias is None else bias,
-        "p_sums": inputs.sums(step, tile),
         "p_z": m.table if low.z is None else low.z,
         "p_out": out,
         "N": job.n,
@@ -153,12 +152,9 @@ def run_product(
         "SYMMETRIC": c.symmetric,
         "RANK_BITS": c.rank_bits if low.rank else 0,
         "STEP": step,
-        "DOT": tile.dot,
-        "BLOCK_N": tile.block_n,
         "SPLITS": out.shape[1],
         "Z_SPLITS": low.splits,
         "BIAS": bias is not None,
-        "STAGES": tile.stages,
     }
     grid = (rows.tiles, -(-job.n // tile.block_n), out.shape[1] * job.count)
     launch(product, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
@@ -181,13 +177,9 @@ def low_rank(
     rank = max(c.rank for c in codings)
     if rank == 0:
         return Low()
-    tile = replace(
-        tile_for("rank", -(-rows.slots // rows.experts), inputs.x.device), block_m=max(1, rows.block_m)
-    )
-    if rows.block_m < 8:
-        tile = replace(tile, dot=False)
+    tile = fitted(tile_for("rank", -(-rows.slots // rows.experts), inputs.x), rows.block_m)
     programs = rows.tiles * -(-rank // tile.block_n) * len(codings)
-    splits = split_count(tile, programs, -(-inputs.x.shape[1] // CHUNK), inputs.x.device)
+    splits = split_count(tile, programs, rounds_of(inputs.x.shape[1], tile), inputs.x.device)
     z = scratch((len(codings), splits, rows.slots, rank), torch.float32, inputs.x, inputs.tokens)
     kinds = [c.rank_bits for c in codings]
     together = len(set(kinds)) == 1
@@ -205,6 +197,6 @@ def low_rank(
     return Low(z=z, splits=splits, rank=rank)
 
 
-def blocks_of(c: Coding, k: int) -> int:
-    """Units of work along K that split K divides: chunks, and blocks of ranks."""
-    return -(-k // CHUNK) + -(-c.rank // int(BLOCK_R.value))
+def blocks_of(c: Coding, k: int, tile: Tile) -> int:
+    """Units of work along K that split K divides: steps of the loop, and blocks of ranks."""
+    return rounds_of(k, tile) + -(-c.rank // int(BLOCK_R.value))

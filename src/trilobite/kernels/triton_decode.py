@@ -16,29 +16,37 @@ import triton.language as tl
 
 
 @triton.jit
-def load_words(p_words, n, c, N, BITS: tl.constexpr):
-    """The words of chunk c: BITS tensors [BLOCK_N, 4] int32. n: [BLOCK_N] rows, masked past N."""
-    lanes = tl.arange(0, 4)
-    base = p_words + (n[:, None] * 4 + lanes[None, :])
+def load_words(p_words, n, chunk, chunks, N, BITS: tl.constexpr, EVEN_K: tl.constexpr):
+    """The words of KS chunks: BITS tensors [KS, BLOCK_N, 4] int32, zero from row N and from chunk `chunks` on.
+
+    n: [BLOCK_N] rows    chunk: [KS]    EVEN_K: no chunk lies past the end
+    """
+    at = n[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    inside = (n < N)[None, :, None]
+    if not EVEN_K:
+        inside = inside & (chunk < chunks)[:, None, None]
     words = ()
     for w in tl.static_range(BITS):
-        words = words + (tl.load(base + (c * BITS + w) * N * 4, mask=n[:, None] < N, other=0),)
+        words = words + (
+            tl.load(p_words + ((chunk * BITS + w) * N * 4)[:, None, None] + at, mask=inside, other=0),
+        )
     return words
 
 
 @triton.jit
 def load_scales(p_meta, n, group, N, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """Scales and offsets [BLOCK_N] fp32 of one group."""
+    """Scales and offsets [KS, BLOCK_N] fp32 of one group [KS] each."""
+    rows, inside = n[None, :] + group[:, None] * 0, (n < N)[None, :]
     if BITS == 16:
-        scale = tl.full(n.shape, 1.0, tl.float32)
-        offset = tl.full(n.shape, 0.0, tl.float32)
+        scale = tl.full(rows.shape, 1.0, tl.float32)
+        offset = tl.full(rows.shape, 0.0, tl.float32)
     elif SYMMETRIC:
-        pair = tl.load(p_meta + (group // 2) * N + n, mask=n < N, other=0)
-        half = (pair >> ((group % 2) * 16)).to(tl.int16)
+        pair = tl.load(p_meta + (group // 2 * N)[:, None] + rows, mask=inside, other=0)
+        half = (pair >> (group % 2 * 16)[:, None]).to(tl.int16)
         scale = half.to(tl.float16, bitcast=True).to(tl.float32)
         offset = scale * -(2.0 ** (BITS - 1))
     else:
-        pair = tl.load(p_meta + group * N + n, mask=n < N, other=0)
+        pair = tl.load(p_meta + (group * N)[:, None] + rows, mask=inside, other=0)
         scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         offset = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, offset
@@ -99,18 +107,18 @@ def _pairs(
     TOP: tl.constexpr,
     MAGIC: tl.constexpr,
 ):
-    """Pairs first .. first + count - 1 as [BLOCK_N, 4, count] int32."""
+    """Pairs first .. first + count - 1 as [KS, BLOCK_N, 4, count] int32."""
     if count == 1:
-        return _pair(words, first, BITS, TOP, MAGIC)[:, :, None]
+        return _pair(words, first, BITS, TOP, MAGIC)[:, :, :, None]
     else:
         a = _pairs(words, first, count // 2, BITS, TOP, MAGIC)
         b = _pairs(words, first + count // 2, count // 2, BITS, TOP, MAGIC)
-        return tl.permute(tl.join(a, b), (0, 1, 3, 2)).reshape(a.shape[0], 4, count)
+        return tl.permute(tl.join(a, b), (0, 1, 2, 4, 3)).reshape(a.shape[0], a.shape[1], 4, count)
 
 
 @triton.jit
 def _values(words, first: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes + bias of STEP columns as [BLOCK_N, 4, STEP/8, 2] of DTYPE: lane, pair, half."""
+    """Codes + bias of STEP columns as [KS, BLOCK_N, 4, STEP/8, 2] of DTYPE: lane, pair, half."""
     RAW: tl.constexpr = tl.bfloat16 if (DTYPE == tl.bfloat16 and BITS < 8) else tl.float16
     TOP: tl.constexpr = 7 if RAW == tl.bfloat16 else 10  # bits of the mantissa
     MAGIC: tl.constexpr = 0x3F803F80 if RAW == tl.bfloat16 else 0x3C003C00  # 1.0
@@ -127,14 +135,17 @@ def _values(words, first: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, 
 
 @triton.jit
 def operand(words, first: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes + bias of STEP columns from pair `first` on, as the left operand [BLOCK_N, STEP] of DTYPE."""
+    """Codes + bias of STEP columns from pair `first` on, as the left operand [KS, BLOCK_N, STEP] of DTYPE."""
     w = _values(words, first, STEP, BITS, DTYPE)
-    return tl.permute(w, (0, 2, 1, 3)).reshape(w.shape[0], STEP)
+    return tl.permute(w, (0, 1, 3, 2, 4)).reshape(w.shape[0], w.shape[1], STEP)
 
 
 @triton.jit
 def code_pair(words, f: tl.constexpr, BITS: tl.constexpr):
-    """Pair f of every lane: two tensors [BLOCK_N, 4] fp32, (code + bias) / unit of fp16; columns 8 f + 2 lane + 0, 1."""
+    """Pair f of every lane: two tensors [KS, BLOCK_N, 4] fp32, (code + bias) / unit of fp16.
+
+    Their columns are 8 f + 2 lane, and the next.
+    """
     v = _pair(words, f, BITS, 10, 0x3C003C00)
     low = v.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     high = (v >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -148,8 +159,8 @@ def factor_tile(p_words, p_meta, r, R, n0, BITS: tl.constexpr, BLOCK_N: tl.const
     returns: [BLOCK_R, BLOCK_N]; zero past R and past the end of the factor
     """
     PARTS: tl.constexpr = 128 // BLOCK_N
-    words = load_words(p_words, r, n0 // 128, R, BITS)
-    codes = operand(words, 0, 128, BITS, tl.float32)
+    words = load_words(p_words, r, tl.arange(0, 1) + n0 // 128, 0, R, BITS, True)
+    codes = operand(words, 0, 128, BITS, tl.float32).reshape(r.shape[0], 128)
     part = tl.arange(0, PARTS)[None, :, None] == n0 // BLOCK_N % PARTS
     codes = tl.sum(tl.where(part, codes.reshape(r.shape[0], PARTS, BLOCK_N), 0.0), 1)
     if BITS == 16:

@@ -35,7 +35,7 @@ from trilobite.kernels.triton_layout import Coding, Place, codings_of
 from trilobite.kernels.triton_rotated import on_tensor_cores, run_rotated
 from trilobite.kernels.triton_routing import combine, route
 from trilobite.kernels.triton_tile import SLOTS, SORTED
-from trilobite.kernels.triton_tuning import Tile, tile_for
+from trilobite.kernels.triton_tuning import Tile, fitted, tile_for
 
 ACTIVATIONS = (
     "silu",
@@ -56,6 +56,8 @@ ACTIVATIONS = (
 MOST_SLOTS = 32768
 """Slots of one pass: bounds intermediate results, and the quadratic part of `route`."""
 ROUTE_BLOCK = 128
+MOST_UNSPILT = 256
+"""Experts up to which `route` compares a whole block of slots with all of them in registers."""
 COMBINE_BLOCK = 256
 
 
@@ -78,8 +80,9 @@ def make_rows(index: Tensor, experts: int, block_m: int) -> Rows:
         "S": slots,
         "E": experts,
     }
-    constants = {"EP": max(2, 1 << (experts - 1).bit_length()), "BLOCK": ROUTE_BLOCK, "BLOCK_M": block_m}
-    launch(route, (-(-slots // ROUTE_BLOCK),), arguments, constants)
+    padded = max(2, 1 << (experts - 1).bit_length())
+    block = min(ROUTE_BLOCK, max(16, ROUTE_BLOCK * MOST_UNSPILT // padded))
+    launch(route, (-(-slots // block),), arguments, {"EP": padded, "BLOCK": block, "BLOCK_M": block_m})
     return Rows(
         mode=SORTED.value,
         slots=slots,
@@ -174,7 +177,7 @@ class _Layer:
         """Write y [T, H] for x [T, H]; all contiguous."""
         tokens, experts = x.shape[0], self.matrices.table.shape[0]
         each = -(-index.numel() // experts)
-        tile = tile_for("gate_up", each, x.device)
+        tile = tile_for("gate_up", each, x)
         if any(c.e8p for codings in self.classes for c in codings):
             tile = on_tensor_cores(tile)
         rows = make_rows(index, experts, tile.block_m)
@@ -187,7 +190,7 @@ class _Layer:
                 self._gate_up(rows, inputs, codings, class_id, tile, low, h)
             else:
                 self._gate_up_in_steps(rows, inputs, codings, class_id, tile, low, h)
-        parts = self._down(rows, Inputs(x=h, divisor=1, tokens=tokens), tile, x.shape[1])
+        parts = self._down(rows, Inputs(x=h, divisor=1, tokens=tokens), x.shape[1])
         arguments = {
             "p_parts": parts,
             "p_index": index,
@@ -218,11 +221,10 @@ class _Layer:
     ) -> None:
         gate, up, _ = codings
         step = step_of(gate, up)
-        arguments, constants = row_arguments(rows, self.matrices, inputs)
+        arguments, constants = row_arguments(rows, self.matrices, inputs, tile)
         bias = self.gate_up_bias
         arguments |= {
             "p_bias": self.matrices.table if bias is None else bias,
-            "p_sums": inputs.sums(step, tile),
             "p_z": self.matrices.table if low.z is None else low.z,
             "p_h": h,
             "N": self.intermediate,
@@ -242,10 +244,7 @@ class _Layer:
             "SYMMETRIC": up.symmetric,
             "RANK_BITS": up.rank_bits,
             "STEP": step,
-            "DOT": tile.dot,
-            "BLOCK_N": tile.block_n,
             "Z_SPLITS": low.splits,
-            "STAGES": tile.stages,
         }
         grid = (rows.tiles, -(-self.intermediate // tile.block_n))
         launch(gate_up, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
@@ -310,17 +309,17 @@ class _Layer:
         mine_only = (self.matrices.table[known, UP, Place.CLASS] == class_id)[:, None]
         h.copy_(torch.where(mine_only, made, h))
 
-    def _down(self, rows: Rows, inputs: Inputs, gate_up_tile: Tile, n: int) -> Tensor:
+    def _down(self, rows: Rows, inputs: Inputs, n: int) -> Tensor:
         """Partial sums of down(h) [1, splits, S, n] fp32."""
         each = -(-rows.slots // rows.experts)
         device = inputs.x.device
-        tile = replace(tile_for("down", each, device), block_m=rows.block_m, dot=gate_up_tile.dot)
+        tile = fitted(tile_for("down", each, inputs.x), rows.block_m)
         k = inputs.x.shape[1]
         lows = [
             low_rank(rows, self.matrices, inputs, codings[DOWN:], DOWN, class_id)
             for class_id, codings in enumerate(self.classes)
         ]
-        blocks = min(blocks_of(codings[DOWN], k) for codings in self.classes)
+        blocks = min(blocks_of(codings[DOWN], k, tile) for codings in self.classes)
         splits = split_count(tile, rows.tiles * -(-n // tile.block_n), blocks, device)
         if any(codings[DOWN].e8p for codings in self.classes):
             splits = 1  # sums are rotated back whole

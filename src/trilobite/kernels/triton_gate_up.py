@@ -56,15 +56,15 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
         return gate * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def gate_up(
-    p_x, p_slab, p_table, p_bias, p_sums, p_z, p_h, p_index, p_order, p_ends, p_tiles,
+    p_x, p_slab, p_table, p_bias, p_z, p_h, p_index, p_order, p_ends, p_tiles,
     S, DIVISOR, E, N, K, R_MAX, CLASS_ID,
     MODE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     GATE_BITS: tl.constexpr, GATE_GROUP: tl.constexpr, GATE_SYMMETRIC: tl.constexpr, GATE_RANK_BITS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, RANK_BITS: tl.constexpr,
-    STEP: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr,
-    Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    STEP: tl.constexpr, FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EP: tl.constexpr, Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """h[slot] = act(gate x) * (up x), or act(up x) without gates; x is row slot // DIVISOR.
 
@@ -86,44 +86,43 @@ def gate_up(
     p_gate_meta = p_slab + tl.multiple_of(tl.load(p_gate + META), 32)
     chunks = tl.cdiv(K, 128)
     row = slot // DIVISOR
-    steps = chunks * (128 // STEP)
-    acc = zeros(DOT, BLOCK_N, BLOCK_M)
-    gate = acc
-    bases, row_ends = (0, 0) if DOT else row_ranges(row, mask, K, BLOCK_M)
-    for c in tl.range(0, chunks, num_stages=STAGES):
-        words = load_words(p_words, n, c, N, BITS)
+    acc = zeros(FORM, KS, BLOCK_N, BLOCK_M)
+    gate = zeros(FORM, KS, BLOCK_N, BLOCK_M)
+    bases, row_ends = row_ranges(row, mask, K, BLOCK_M) if FORM == "lanes" else (0, 0)
+    for c in tl.range(0, tl.cdiv(chunks, KS), num_stages=STAGES):
+        chunk = c * KS + tl.arange(0, KS)
+        words = load_words(p_words, n, chunk, chunks, N, BITS, EVEN_K)
         if GATED:
-            gate_words = load_words(p_gate_words, n, c, N, GATE_BITS)
+            gate_words = load_words(p_gate_words, n, chunk, chunks, N, GATE_BITS, EVEN_K)
         for j in tl.static_range(128 // STEP):
-            k0 = c * 128 + j * STEP
+            k0 = chunk * 128 + j * STEP
             x, total = 0.0, 0.0
-            if DOT:
+            if FORM != "lanes":
                 x = load_activations(p_x, row, mask, k0, K, STEP, EVEN_K)
-                total = step_sums(x, p_sums, row, mask, k0 // STEP, steps, BLOCK_N)
+                total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(
                 acc, words, p_meta, n, N, x, total, p_x, bases, row_ends, k0, K,
-                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, DOT, EVEN_K, BLOCK_M,
+                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K, BLOCK_M,
             )  # fmt: skip
             if GATED:
                 gate = add_step(
                     gate, gate_words, p_gate_meta, n, N, x, total, p_x, bases, row_ends, k0, K,
-                    j * STEP // 8, STEP, GATE_BITS, GATE_GROUP, GATE_SYMMETRIC, DOT, EVEN_K, BLOCK_M,
+                    j * STEP // 8, STEP, GATE_BITS, GATE_GROUP, GATE_SYMMETRIC, FORM, EVEN_K, BLOCK_M,
                 )  # fmt: skip
-    if not DOT:
-        acc, gate = gathered(acc, BLOCK_M), gathered(gate, BLOCK_M)
+    acc, gate = gathered(acc, FORM, BLOCK_M), gathered(gate, FORM, BLOCK_M)
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     if RANK_BITS:
         last = tl.cdiv(tl.load(p_up + RANK).to(tl.int32), BLOCK_R)
         p_z_up = p_z + tl.cast(Z_SPLITS * S, tl.int64) * R_MAX
         acc = add_compensator(
             acc, p_slab, p_up, p_z_up, slot, mask, n0, 0, last, S, R_MAX,
-            DTYPE, RANK_BITS, BLOCK_N, Z_SPLITS, DOT,
+            DTYPE, RANK_BITS, BLOCK_N, Z_SPLITS, FORM,
         )  # fmt: skip
     if GATED and GATE_RANK_BITS:
         last = tl.cdiv(tl.load(p_gate + RANK).to(tl.int32), BLOCK_R)
         gate = add_compensator(
             gate, p_slab, p_gate, p_z, slot, mask, n0, 0, last, S, R_MAX,
-            DTYPE, GATE_RANK_BITS, BLOCK_N, Z_SPLITS, DOT,
+            DTYPE, GATE_RANK_BITS, BLOCK_N, Z_SPLITS, FORM,
         )  # fmt: skip
     if BIAS:
         p_bias += expert.to(tl.int64) * 2 * N
@@ -137,7 +136,7 @@ def gate_up(
     tl.store(p_h + at, h.to(DTYPE), mask=mask[None, :] & (n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def activate(
     p_both, p_table, p_bias, p_index, p_h, S, E, N, CLASS_ID,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,

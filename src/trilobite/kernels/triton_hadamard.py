@@ -70,7 +70,7 @@ def _expert(p_index, slot, E, INDEXED: tl.constexpr):
         return slot * 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def spin(
     p_x, p_slab, p_table, p_core, p_index, p_out,
     S, DIVISOR, E, N, L, WIDTH, SCALE, PROJECTIONS, PROJECTION, CLASS_ID,
@@ -106,7 +106,7 @@ def spin(
     tl.store(p_out + _position(k), y.to(p_out.dtype.element_ty), mask=(i < L)[:, None] & (r < R))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def spin_back(
     p_parts, p_slab, p_table, p_core, p_index, p_low, p_bias, p_out,
     S, E, N, L, SCALE, PROJECTIONS, PROJECTION, CLASS_ID,

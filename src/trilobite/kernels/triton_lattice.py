@@ -18,7 +18,6 @@ from trilobite.kernels.triton_tile import (
     add_compensator,
     load_activations,
     tile_slots,
-    zeros,
 )
 
 
@@ -51,12 +50,12 @@ def _as_weights(acc, total, scale, middle: tl.constexpr, DTYPE: tl.constexpr):
     return scale * (unit_of(4, DTYPE) * acc - (bias_of(4, DTYPE) + middle) * total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def lattice_product(
     p_x, p_slab, p_table, p_codes, p_out, p_index, p_order, p_ends, p_tiles,
     S, E, N, K, PROJECTIONS, PROJECTION, CLASS_ID,
-    MODE: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    MODE: tl.constexpr, BITS: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EP: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[p, split, slot] = C x[p, slot] over a range of columns; C is what the codewords of one projection stand for.
 
@@ -73,18 +72,21 @@ def lattice_product(
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     p_words = p_slab + tl.multiple_of(tl.load(p_row + WORDS), 32)
-    each = tl.cdiv(K // 128, SPLITS)
-    first = tl.minimum(split * each, K // 128)
-    last = tl.minimum(first + each, K // 128)
+    chunks = K // 128
+    rounds = tl.cdiv(chunks, KS)
+    each = tl.cdiv(rounds, SPLITS)
+    first = tl.minimum(split * each, rounds)
+    last = tl.minimum(first + each, rounds)
     row = local * S + slot
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    rest = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    totals = tl.zeros((16, BLOCK_M), tl.float32)
+    acc = tl.zeros((KS, BLOCK_N, BLOCK_M), tl.float32)
+    rest = tl.zeros((KS, BLOCK_N, BLOCK_M), tl.float32)
+    totals = tl.zeros((KS, 16, BLOCK_M), tl.float32)
     for c in tl.range(first, last, num_stages=STAGES):
-        words = load_words(p_words, n, c, N, BITS)
-        x = load_activations(p_x, row, mask, c * 128, K, 128, True)
-        totals = tl.dot(tl.full((16, 128), 1.0, DTYPE), x, totals, input_precision="ieee")
+        chunk = c * KS + tl.arange(0, KS)
+        words = load_words(p_words, n, chunk, chunks, N, BITS, EVEN_K)
+        x = load_activations(p_x, row, mask, chunk * 128, K, 128, EVEN_K)
+        totals = tl.dot(tl.full((KS, 16, 128), 1.0, DTYPE), x, totals, input_precision="ieee")
         codes = _e8p(p_codes, words[0], words[1])
         acc = tl.dot(operand(codes, 0, 128, 4, DTYPE), x, acc, input_precision="ieee")
         if BITS > 2:
@@ -93,18 +95,18 @@ def lattice_product(
             else:
                 codes = _e8p(p_codes, words[2], words[3])
             rest = tl.dot(operand(codes, 0, 128, 4, DTYPE), x, rest, input_precision="ieee")
-    total = tl.sum(totals, 0)[None, :] / 16.0
+    total = tl.sum(tl.sum(totals, 1), 0)[None, :] / 16.0
     p_scales = p_slab + tl.multiple_of(tl.load(p_row + META), 32)
     scale = tl.load(p_scales).to(tl.float32, bitcast=True) / 2
-    made = _as_weights(acc, total, scale, 7.5, DTYPE)
+    made = _as_weights(tl.sum(acc, 0), total, scale, 7.5, DTYPE)
     if BITS > 2:
         second = tl.load(p_scales + 1).to(tl.float32, bitcast=True) / 2
-        made += _as_weights(rest, total, second, 8.0 if BITS == 3 else 7.5, DTYPE)
+        made += _as_weights(tl.sum(rest, 0), total, second, 8.0 if BITS == 3 else 7.5, DTYPE)
     at = (((local * SPLITS + split) * S + slot).to(tl.int64) * N)[None, :] + n[:, None]
     tl.store(p_out + at, made, mask=mask[None, :] & (n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def compensate(
     p_x, p_slab, p_table, p_z, p_out, p_index, p_order, p_ends, p_tiles,
     S, E, N, R_MAX, PROJECTIONS, PROJECTION, CLASS_ID,
@@ -123,8 +125,8 @@ def compensate(
     n = n0 + tl.arange(0, BLOCK_N)
     last = tl.cdiv(tl.load(p_row + RANK).to(tl.int32), BLOCK_R)
     acc = add_compensator(
-        zeros(True, BLOCK_N, BLOCK_M), p_slab, p_row, p_z, slot, mask, n0, 0, last, S, R_MAX,
-        p_x.dtype.element_ty, RANK_BITS, BLOCK_N, Z_SPLITS, True,
+        tl.zeros((BLOCK_N, BLOCK_M), tl.float32), p_slab, p_row, p_z, slot, mask, n0, 0, last, S, R_MAX,
+        p_x.dtype.element_ty, RANK_BITS, BLOCK_N, Z_SPLITS, "factored",
     )  # fmt: skip
     at = (slot.to(tl.int64) * N)[None, :] + n[:, None]
     tl.store(p_out + at, acc, mask=mask[None, :] & (n < N)[:, None])

@@ -42,7 +42,7 @@ def linear(
     y = x.new_empty((*x.shape[:-1], n))
     if s == 0:
         return y
-    tile = tile_for("linear", s, x.device)
+    tile = tile_for("linear", s, x)
     if coding.e8p:
         tile = on_tensor_cores(tile)
     inputs = Inputs(x=x.reshape(s, k).contiguous(), divisor=1, tokens=s)
@@ -53,7 +53,7 @@ def linear(
     if coding.e8p:
         run_rotated(rows, m, inputs, job, tile, low, y.view(1, s, n), bias)
         return y
-    splits = split_count(tile, rows.tiles * -(-n // tile.block_n), blocks_of(coding, k), x.device)
+    splits = split_count(tile, rows.tiles * -(-n // tile.block_n), blocks_of(coding, k, tile), x.device)
     if splits == 1:
         run_product(rows, m, inputs, job, tile, low, y.view(1, 1, s, n), bias)
         return y

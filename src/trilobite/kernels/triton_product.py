@@ -1,4 +1,4 @@
-"""One packed matrix times rows of activations, the sums over groups that it needs, and the end of split K."""
+"""One packed matrix times rows of activations, and the end of split K."""
 
 import triton
 import triton.language as tl
@@ -24,14 +24,14 @@ from trilobite.kernels.triton_tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def product(
-    p_x, p_slab, p_table, p_bias, p_sums, p_z, p_out, p_index, p_order, p_ends, p_tiles,
+    p_x, p_slab, p_table, p_bias, p_z, p_out, p_index, p_order, p_ends, p_tiles,
     S, DIVISOR, E, N, K, R_MAX, PROJECTIONS, PROJECTION, CLASS_ID,
     MODE: tl.constexpr, RANKED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-    RANK_BITS: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    EP: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr,
-    STAGES: tl.constexpr,
+    RANK_BITS: tl.constexpr, STEP: tl.constexpr, FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, EP: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[split, slot] = W x[slot // DIVISOR] over a range of columns; W is one projection of the slot's expert.
 
@@ -57,38 +57,38 @@ def product(
     else:
         p_meta = p_slab + tl.multiple_of(tl.load(p_row + META), 32)
     chunks = tl.cdiv(K, 128)
-    blocks = chunks
+    rounds = tl.cdiv(chunks, KS)
+    blocks = rounds
     if RANK_BITS:
         blocks += tl.cdiv(tl.load(p_row + RANK).to(tl.int32), BLOCK_R)
     each = tl.cdiv(blocks, SPLITS)
     first = tl.minimum(split * each, blocks)
     last = tl.minimum(first + each, blocks)
-    main = tl.minimum(last, chunks)
+    main = tl.minimum(last, rounds)
     if n0 >= rows:
         main = first
     row = slot // DIVISOR
-    steps = chunks * (128 // STEP)
-    acc = zeros(DOT, BLOCK_N, BLOCK_M)
-    bases, row_ends = (0, 0) if DOT else row_ranges(row, mask, K, BLOCK_M)
+    acc = zeros(FORM, KS, BLOCK_N, BLOCK_M)
+    bases, row_ends = row_ranges(row, mask, K, BLOCK_M) if FORM == "lanes" else (0, 0)
     for c in tl.range(first, main, num_stages=STAGES):
-        words = load_words(p_words, n, c, rows, BITS)
+        chunk = c * KS + tl.arange(0, KS)
+        words = load_words(p_words, n, chunk, chunks, rows, BITS, EVEN_K)
         for j in tl.static_range(128 // STEP):
-            k0 = c * 128 + j * STEP
+            k0 = chunk * 128 + j * STEP
             x, total = 0.0, 0.0
-            if DOT:
+            if FORM != "lanes":
                 x = load_activations(p_x, row, mask, k0, K, STEP, EVEN_K)
                 if BITS != 16:
-                    total = step_sums(x, p_sums, row, mask, k0 // STEP, steps, BLOCK_N)
+                    total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(
                 acc, words, p_meta, n, rows, x, total, p_x, bases, row_ends, k0, K,
-                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, DOT, EVEN_K, BLOCK_M,
+                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K, BLOCK_M,
             )  # fmt: skip
-    if not DOT:
-        acc = gathered(acc, BLOCK_M)
+    acc = gathered(acc, FORM, BLOCK_M)
     if RANK_BITS:
         acc = add_compensator(
-            acc, p_slab, p_row, p_z, slot, mask, n0, tl.maximum(first, chunks) - chunks, last - chunks, S, R_MAX,
-            p_x.dtype.element_ty, RANK_BITS, BLOCK_N, Z_SPLITS, DOT,
+            acc, p_slab, p_row, p_z, slot, mask, n0, tl.maximum(first, rounds) - rounds, last - rounds, S, R_MAX,
+            p_x.dtype.element_ty, RANK_BITS, BLOCK_N, Z_SPLITS, FORM,
         )  # fmt: skip
     if BIAS:
         acc += tl.load(p_bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -96,17 +96,7 @@ def product(
     tl.store(p_out + at, acc.to(p_out.dtype.element_ty), mask=mask[None, :] & (n < N)[:, None])
 
 
-@triton.jit
-def sums(p_x, p_sums, K, STEPS, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """sums[row, step] = sum of x over the STEP columns of a step. grid: (rows, blocks of steps)."""
-    row = tl.program_id(0).to(tl.int64)
-    step = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    k = step[:, None] * STEP + tl.arange(0, STEP)[None, :]
-    x = tl.load(p_x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(p_sums + row * STEPS + step, tl.sum(x, 1), mask=step < STEPS)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def reduce(p_parts, p_bias, p_y, S, N, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """y[s, n] = sum over splits of parts[split, s, n], + bias[n]. grid: (S, blocks of N)."""
     s = tl.program_id(0).to(tl.int64)

@@ -15,13 +15,14 @@ from trilobite.kernels.triton_calls import (
     Low,
     Matrices,
     Rows,
+    rounds_of,
     slot_arguments,
     split_count,
 )
 from trilobite.kernels.triton_hadamard import spin, spin_back
 from trilobite.kernels.triton_lattice import compensate, lattice_product
 from trilobite.kernels.triton_launch import launch, scratch
-from trilobite.kernels.triton_tuning import Tile
+from trilobite.kernels.triton_tuning import Tile, fitted
 from trilobite.kernels.triton_words import CHUNK
 
 LARGEST_POWER = 64
@@ -49,8 +50,8 @@ def _core(n: int, device: torch.device) -> Tensor:
 
 
 def on_tensor_cores(tile: Tile) -> Tile:
-    """The tile, in the only form that the kernels of lattice formats have."""
-    return tile if tile.dot else replace(tile, dot=True, block_m=16)
+    """The tile in the one form that the kernels of lattice formats have."""
+    return replace(fitted(tile, min(64, max(8, tile.block_m))), form="factored")
 
 
 def run_rotated(
@@ -75,13 +76,15 @@ def run_rotated(
     launch(spin, grid, arguments, constants, warps=_warps(constants))
 
     blocks = -(-job.n // tile.block_n)
-    splits = split_count(tile, rows.tiles * blocks * job.count, width // CHUNK, device)
+    splits = split_count(tile, rows.tiles * blocks * job.count, rounds_of(width, tile), device)
     parts = scratch((job.count, splits, rows.slots, job.n), torch.float32, inputs.x, inputs.tokens)
     arguments, constants = slot_arguments(rows, m)
     arguments |= m_arguments | {"p_x": x, "p_codes": triton_codewords.tables(device), "p_out": parts}
     arguments |= {"N": job.n, "K": width}
     constants |= {
         "BITS": job.coding.bits,
+        "KS": tile.chunks,
+        "EVEN_K": width % (CHUNK * tile.chunks) == 0,
         "BLOCK_N": tile.block_n,
         "SPLITS": splits,
         "STAGES": tile.stages,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def route(
     p_index, p_order, p_ends, p_tiles, S, E, EP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr
 ):
@@ -48,7 +48,7 @@ def route(
     tl.store(p_order + first + rank, slot, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def combine(
     p_parts, p_index, p_weights, p_bias, p_y, S, E, A, N,
     SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,

@@ -1,10 +1,18 @@
-"""Device functions that the kernels share: tiles of slots, and sums over a step of columns in two forms.
+"""Device functions that the kernels share: tiles of slots, and sums over a step of columns in three forms.
 
-With DOT the tokens are the columns of the tensor core's product (weights on the left, so 8 or 16 tokens fill a tile);
-without it, every thread multiplies in fp32. Rows of activations are *slots*: token t's a-th expert is slot `t A + a`;
-a linear layer has one slot a token. A program works on one tile of slots of one expert, one block of rows of the
-weight, and one range of the columns (split K); ranges write sums of their own, which `reduce` or `combine` add in a
-fixed order, so results do not depend on the order of execution.
+    lanes       every thread multiplies in fp32: for a few rows
+    factored    on tensor cores, weights on the left so that 8 or 16 tokens fill a tile; codes go into the product as
+                they are, scales into its result. KS chunks of K at a time, by different warps: a program of few rows
+                still has warps enough to keep memory busy, and their sums meet in registers at its end
+    scaled      on tensor cores; scales go into the weights, which are rounded to the activations' type, so that sums
+                stay in the tensor core: for many rows, where products count and not decoding
+
+Rows of activations are *slots*: token t's a-th expert is slot `t A + a`; a linear layer has one slot a token. A program
+works on one tile of slots of one expert, one block of rows of the weight, and one range of the columns (split K);
+ranges write sums of their own, which `reduce` or `combine` add in a fixed order, so results do not depend on the order
+of execution.
+
+Kernels are not specialised by the number of slots S: prompts of all lengths run the same machine code.
 
 Names: BLOCK_N rows of the weight, BLOCK_M slots, STEP columns that share a scale, `n`, `slot`, `row` vectors of
 indices, `p_` pointers. Offsets within a matrix fit 32 bits; those of matrices and rows are 64 bits.
@@ -46,8 +54,6 @@ WORDS, META, U_WORDS, U_META, V_WORDS, V_META, SIGNS_IN, SIGNS_OUT, RANK, CLASS,
 )
 BLOCK_R = tl.constexpr(16)
 """Ranks of a compensator that are added at a time."""
-SUMS_FROM = tl.constexpr(64)
-"""From so many slots a tile, sums over groups of activations come from `sums` instead of from a product with ones."""
 
 
 @triton.jit
@@ -81,17 +87,20 @@ def tile_slots(
 
 @triton.jit
 def load_activations(p_x, row, mask, k0, K, STEP: tl.constexpr, EVEN_K: tl.constexpr):
-    """STEP columns of the rows as the right operand [STEP, BLOCK_M]."""
-    k = k0 + tl.arange(0, STEP)
-    inside = mask[None, :]
+    """STEP columns from each of k0 [KS] on, of the rows, as the right operand [KS, STEP, BLOCK_M]."""
+    k = k0[:, None, None] + tl.arange(0, STEP)[None, :, None]
+    inside = mask[None, None, :]
     if not EVEN_K:
-        inside = inside & (k < K)[:, None]
-    return tl.load(p_x + row.to(tl.int64)[None, :] * K + k[:, None], mask=inside, other=0.0)
+        inside = inside & (k < K)
+    return tl.load(p_x + row.to(tl.int64)[None, None, :] * K + k, mask=inside, other=0.0)
 
 
 @triton.jit
 def _activation_pairs(p_x, base, end, k):
-    """Columns k and k + 1, k [4] even, of the row that begins at `base`: two tensors [1, 4] fp32, zero from `end` on."""
+    """Columns k and k + 1, k [KS, 4] even, of the row that begins at `base`: two tensors [KS, 1, 4] fp32.
+
+    Zero from column `end` on.
+    """
     inside = k < end
     if p_x.dtype.element_ty == tl.float32:
         low = tl.load(p_x + base + k, mask=inside, other=0.0)
@@ -100,31 +109,42 @@ def _activation_pairs(p_x, base, end, k):
         pair = tl.load((p_x + base + k).to(tl.pointer_type(tl.int32)), mask=inside, other=0)
         low = pair.to(tl.int16).to(p_x.dtype.element_ty, bitcast=True).to(tl.float32)
         high = (pair >> 16).to(tl.int16).to(p_x.dtype.element_ty, bitcast=True).to(tl.float32)
-    return low[None, :], high[None, :]
+    return low[:, None, :], high[:, None, :]
 
 
 @triton.jit
-def step_sums(x, p_sums, row, mask, step, steps, BLOCK_N: tl.constexpr):
-    """Sum of the activations over a step, in a shape that broadcasts to the accumulator's."""
-    if x.dtype == tl.float32:
-        return tl.sum(x, 0)[None, :]
-    elif x.shape[1] >= SUMS_FROM:
-        return tl.load(p_sums + row.to(tl.int64) * steps + step, mask=mask, other=0.0)[None, :]
+def step_sums(x, FORM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sum of the activations [KS, STEP, BLOCK_M] over a step, in a shape that broadcasts to the accumulator's."""
+    if FORM != "factored":
+        return 0.0
+    elif x.dtype == tl.float32:
+        return tl.sum(x, 1)[:, None, :]
     else:
         # A product with ones leaves the sums where the accumulator's threads need them; the tensor core is idle anyway.
-        return tl.dot(tl.full((BLOCK_N, x.shape[0]), 1.0, x.dtype), x)
+        return tl.dot(tl.full((x.shape[0], BLOCK_N, x.shape[1]), 1.0, x.dtype), x)
 
 
 @triton.jit
-def _add_dot(
+def _add_factored(
     acc, words, first: tl.constexpr, scale, offset, x, total, STEP: tl.constexpr, BITS: tl.constexpr
 ):
     """acc + scale * codes x + offset * total on the tensor cores: STEP columns of one group."""
     d = tl.dot(operand(words, first, STEP, BITS, x.dtype), x, input_precision="ieee")
-    acc += d * (scale * unit_of(BITS, x.dtype))[:, None]
+    acc += d * (scale * unit_of(BITS, x.dtype))[:, :, None]
     if BITS != 16:
-        acc += total * (offset - bias_of(BITS, x.dtype) * scale)[:, None]
+        acc += total * (offset - bias_of(BITS, x.dtype) * scale)[:, :, None]
     return acc
+
+
+@triton.jit
+def _add_scaled(acc, words, first: tl.constexpr, scale, offset, x, STEP: tl.constexpr, BITS: tl.constexpr):
+    """acc + (scale * codes + offset) x: the same with weights of x's type, KS = 1."""
+    w = operand(words, first, STEP, BITS, x.dtype)
+    if BITS != 16:
+        w = w.to(tl.float32) * (scale * unit_of(BITS, x.dtype))[:, :, None]
+        w += (offset - bias_of(BITS, x.dtype) * scale)[:, :, None]
+    w = w.to(x.dtype).reshape(w.shape[1], STEP)
+    return tl.dot(w, x.reshape(STEP, x.shape[2]), acc, input_precision="ieee")
 
 
 @triton.jit
@@ -132,14 +152,14 @@ def _add_lanes(
     accs, words, first: tl.constexpr, scale, offset, p_x, bases, ends, k0,
     STEP: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The same in fp32 without tensor cores, lane by lane: accs is a tuple of BLOCK_M tensors [BLOCK_N, 4]."""
-    lanes = tl.arange(0, 4) * 2
+    """The same in fp32 without tensor cores, lane by lane: accs is a tuple of BLOCK_M tensors [KS, BLOCK_N, 4]."""
+    lanes = (tl.arange(0, 4) * 2)[None, :]
     parts = ()
     totals = ()
     for f in tl.static_range(STEP // 8):
         low, high = code_pair(words, first + f, BITS)
         for m in tl.static_range(BLOCK_M):
-            x0, x1 = _activation_pairs(p_x, bases[m], ends[m], k0 + 8 * f + lanes)
+            x0, x1 = _activation_pairs(p_x, bases[m], ends[m], k0[:, None] + 8 * f + lanes)
             if f == 0:
                 part = low * x0
                 total = x0 + x1
@@ -153,9 +173,9 @@ def _add_lanes(
             totals = totals[BLOCK_M:]
     made = ()
     for m in tl.static_range(BLOCK_M):
-        acc = accs[m] + parts[m] * (scale * unit_of(BITS, tl.float16))[:, None]
+        acc = accs[m] + parts[m] * (scale * unit_of(BITS, tl.float16))[:, :, None]
         if BITS != 16:
-            acc += totals[m] * (offset - bias_of(BITS, tl.float16) * scale)[:, None]
+            acc += totals[m] * (offset - bias_of(BITS, tl.float16) * scale)[:, :, None]
         made = made + (acc,)
     return made
 
@@ -175,39 +195,48 @@ def _group(k0, K, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
 def add_step(
     acc, words, p_meta, n, rows, x, total, p_x, bases, ends, k0, K,
     FIRST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-    DOT: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    FORM: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """acc + W x over the STEP columns from k0 on, pair FIRST of the chunk in `words`.
+    """acc + W x over the STEP columns from each of k0 [KS] on, pair FIRST of the chunks in `words`.
 
-    x, total: the activations and their sums with DOT; without it they are read from p_x, `bases` and `ends`
+    x, total: the activations and their sums on tensor cores; else they are read from p_x, `bases` and `ends`
     """
     scale, offset = load_scales(p_meta, n, _group(k0, K, GROUP, EVEN_K), rows, BITS, SYMMETRIC)
-    if DOT:
-        return _add_dot(acc, words, FIRST, scale, offset, x, total, STEP, BITS)
+    if FORM == "factored":
+        return _add_factored(acc, words, FIRST, scale, offset, x, total, STEP, BITS)
+    elif FORM == "scaled":
+        return _add_scaled(acc, words, FIRST, scale, offset, x, STEP, BITS)
     else:
         return _add_lanes(acc, words, FIRST, scale, offset, p_x, bases, ends, k0, STEP, BITS, BLOCK_M)
 
 
 @triton.jit
-def zeros(DOT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """An accumulator of zeros: [BLOCK_N, BLOCK_M], or BLOCK_M tensors [BLOCK_N, 4] of partial sums."""
-    if DOT:
+def zeros(FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """An accumulator of zeros: [KS, BLOCK_N, BLOCK_M], scaled [BLOCK_N, BLOCK_M], lanes BLOCK_M of [KS, BLOCK_N, 4]."""
+    if FORM == "factored":
+        return tl.zeros((KS, BLOCK_N, BLOCK_M), tl.float32)
+    elif FORM == "scaled":
         return tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         accs = ()
         for _ in tl.static_range(BLOCK_M):
-            accs = accs + (tl.zeros((BLOCK_N, 4), tl.float32),)
+            accs = accs + (tl.zeros((KS, BLOCK_N, 4), tl.float32),)
         return accs
 
 
 @triton.jit
-def gathered(accs, BLOCK_M: tl.constexpr):
-    """The accumulator [BLOCK_N, BLOCK_M] from sums of lanes."""
-    m = tl.arange(0, BLOCK_M)[None, :]
-    acc = tl.sum(accs[0], 1)[:, None] + m * 0.0
-    for i in tl.static_range(1, BLOCK_M):
-        acc = tl.where(m == i, tl.sum(accs[i], 1)[:, None], acc)
-    return acc
+def gathered(accs, FORM: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sums [BLOCK_N, BLOCK_M] of an accumulator."""
+    if FORM == "factored":
+        return tl.sum(accs, 0)
+    elif FORM == "scaled":
+        return accs
+    else:
+        m = tl.arange(0, BLOCK_M)[None, :]
+        acc = tl.sum(tl.sum(accs[0], 2), 0)[:, None] + m * 0.0
+        for i in tl.static_range(1, BLOCK_M):
+            acc = tl.where(m == i, tl.sum(tl.sum(accs[i], 2), 0)[:, None], acc)
+        return acc
 
 
 @triton.jit
@@ -225,7 +254,7 @@ def row_ranges(row, mask, K, BLOCK_M: tl.constexpr):
 @triton.jit
 def add_compensator(
     acc, p_slab, p_row, p_z, slot, mask, n0, first, last, S, R_MAX,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, Z_SPLITS: tl.constexpr, DOT: tl.constexpr,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, Z_SPLITS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """acc + U z for blocks first .. last - 1 of ranks; z = V x, in Z_SPLITS partial sums [Z_SPLITS, S, R_MAX] fp32."""
     R = tl.load(p_row + RANK).to(tl.int32)
@@ -238,7 +267,7 @@ def add_compensator(
         for s in tl.range(0, Z_SPLITS, num_stages=1):  # not unrolled: registers are scarce here
             at = (s * S + slot).to(tl.int64)[None, :] * R_MAX + r[:, None]
             z += tl.load(p_z + at, mask=mask[None, :] & (r[:, None] < R), other=0.0)
-        if DOT:
+        if FORM != "lanes":
             acc += tl.dot(tl.trans(u).to(DTYPE), z.to(DTYPE), input_precision="ieee")
         else:
             acc += tl.sum(u[:, :, None] * z[:, None, :], 0)

@@ -9,13 +9,14 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trilobite.errors import CheckpointError
 
@@ -27,42 +28,63 @@ OPERATIONS = ("linear", "gate_up", "down", "rank")
 class Tile:
     """How one operation is cut into programs.
 
-    tokens: it serves up to so many rows an expert    dot: on tensor cores    block_n, block_m: rows of W, slots
+    tokens: it serves up to so many rows an expert    form: how it multiplies (`triton_tile`): lanes, factored, scaled
+    block_n, block_m: rows of W, slots    chunks: of 128 columns that a step of the loop takes at once, 1 if scaled
     splits: ranges of K that are summed apart, 0 = as many as fill the GPU    warps, stages: of Triton
     registers: a thread may use so many, 0 = as the assembler likes; it likes 128, and at times spills to keep to that
     """
 
     tokens: int
-    dot: bool
+    form: str
     block_n: int
     block_m: int
-    splits: int
-    warps: int
-    stages: int
+    chunks: int = 1
+    splits: int = 0
+    warps: int = 4
+    stages: int = 3
     registers: int = 0
 
 
-def _tile(dot: bool, block_n: int, block_m: int, warps: int, stages: int) -> Tile:
+FORMS = ("lanes", "factored", "scaled")
+
+
+def _tile(form: str, block_n: int, block_m: int, chunks: int, warps: int, stages: int) -> Tile:
     return Tile(
-        tokens=1 << 30, dot=dot, block_n=block_n, block_m=block_m, splits=0, warps=warps, stages=stages
+        tokens=1 << 30,
+        form=form,
+        block_n=block_n,
+        block_m=block_m,
+        chunks=chunks,
+        warps=warps,
+        stages=stages,
     )
 
 
 CANDIDATES = {
-    "lanes": tuple(_tile(False, n, m, 4, 2) for n, m in ((64, 1), (64, 2))),
+    "lanes": tuple(_tile("lanes", n, m, 1, 4, 2) for n, m in ((64, 1), (64, 2))),
     "small": tuple(
-        _tile(True, n, m, w, s)
+        _tile("factored", n, m, c, w, s)
         for m in (8, 16)
-        for n, w, s in ((32, 1, 4), (64, 2, 4), (64, 2, 6), (64, 4, 4), (128, 4, 4), (128, 4, 3))
+        for n, c, w, s in (
+            (32, 4, 4, 3),
+            (32, 4, 4, 4),
+            (64, 4, 4, 3),
+            (64, 2, 2, 4),
+            (64, 1, 2, 4),
+            (16, 4, 4, 4),
+        )
     ),
-    "large": (
-        *(_tile(True, n, 32, w, s) for n, w, s in ((64, 4, 3), (64, 4, 4), (64, 8, 3))),
-        *(_tile(True, n, 64, w, s) for n, w, s in ((64, 8, 3), (64, 4, 3), (128, 8, 3), (128, 8, 4))),
+    "medium": tuple(
+        _tile("factored", n, 32, c, w, 3) for n, c, w in ((64, 2, 4), (64, 1, 2), (64, 1, 4), (128, 1, 8))
+    ),
+    "large": tuple(
+        _tile("scaled", n, m, 1, 8, s)
+        for n, m, s in ((128, 64, 3), (128, 128, 3), (64, 64, 4), (128, 128, 4))
     ),
 }
-"""What `trilobite bench --tune` tries: without tensor cores for 1 and 2 rows, up to 16 rows, and above.
+"""What `trilobite bench --tune` tries: without tensor cores for 1 and 2 rows, up to 16 rows, up to 32, and above.
 
-The form without tensor cores takes 7 to 10 instructions a weight, the other one 2.5 to 3 (docs/gpu.md): a GPU with
+The form without tensor cores takes 7 to 10 instructions a weight, the factored one 2.5 to 3 (docs/gpu.md): a GPU with
 little bandwidth for its clock may still prefer it, so it is tried, and the defaults do without it.
 """
 
@@ -80,10 +102,14 @@ def parse(text: str, where: str) -> dict[str, Table]:
     """Tables by GPU from JSON. Raises CheckpointError when it is not one of ours."""
     try:
         data = json.loads(text)
-        return {
+        tables = {
             gpu: {op: tuple(Tile(**tile) for tile in tiles) for op, tiles in table.items()}
             for gpu, table in data.items()
         }
+        forms = {t.form for table in tables.values() for tiles in table.values() for t in tiles}
+        if not forms <= set(FORMS):
+            raise ValueError(f"unknown form {min(forms - set(FORMS))!r}")
+        return tables
     except (ValueError, TypeError, AttributeError) as e:
         raise CheckpointError(
             f"{where}: not a tuning table ({e}); delete it, `trilobite bench --tune` writes it anew"
@@ -149,12 +175,24 @@ def tiles_of(operation: str, names: tuple[str, ...]) -> tuple[tuple[Tile, ...], 
     raise AssertionError(f"no default tiles for {operation}")
 
 
-def tile_for(operation: str, tokens: int, device: torch.device) -> Tile:
-    """The tile for an operation on so many rows an expert."""
+def tile_for(operation: str, tokens: int, x: Tensor) -> Tile:
+    """The tile for an operation on so many rows an expert, with activations of x's type on its device."""
     if operation in _forced:
         return _forced[operation]
-    tiles, _ = tiles_of(operation, _pretended or names_of(device))
-    return next((t for t in tiles if tokens <= t.tokens), tiles[-1])
+    tiles, _ = tiles_of(operation, _pretended or names_of(x.device))
+    tile = next((t for t in tiles if tokens <= t.tokens), tiles[-1])
+    if x.dtype == torch.float32 and tile.form != "lanes":
+        # Tensor cores do not multiply fp32 exactly; without them larger tiles would spill.
+        small = {"block_n": min(tile.block_n, 32), "block_m": min(tile.block_m, 16)}
+        return replace(tile, form="factored", chunks=1, warps=4, stages=2, **small)
+    return tile
+
+
+def fitted(tile: Tile, block_m: int) -> Tile:
+    """The tile for another number of slots, in a form that may have it: 8 slots fill a tensor core's side."""
+    if block_m < 8:
+        return replace(tile, form="lanes", block_m=block_m, chunks=1)
+    return replace(tile, form="factored" if tile.form == "lanes" else tile.form, block_m=block_m)
 
 
 @contextmanager
