@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 PROJECTIONS = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
 """Names of an expert's matrices in checkpoints."""
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+_biases = itemgetter(*BIASES)
 EXPERT_NAME = re.compile(rf"^(.*\.experts)\.(\d+)\.({'|'.join(PROJECTIONS)})$")
 
 
@@ -33,6 +36,9 @@ class PackedExperts(nn.Module):
 
     forward: hidden_states [T, H], top_k_index [T, A] int64, top_k_weights [T, A] -> [T, H]
     """
+
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
     def __init__(self, original: nn.Module, experts: dict[int, dict[str, dict[str, Tensor]]]) -> None:
         """original: the transformers module, on meta    experts: index -> checkpoint name -> parts by suffix."""
@@ -65,8 +71,8 @@ class PackedExperts(nn.Module):
             for name, parts in experts[index].items():
                 expert.add_module(name, PackedMatrix(self.shape_of(name), parts))
             self.add_module(str(index), expert)
-        self.gate_up_proj_bias = self.originals.get("gate_up_proj_bias")
-        self.down_proj_bias = self.originals.get("down_proj_bias")
+        for name in BIASES:
+            self.register_parameter(name, self.originals.get(name))
         self.slab: Tensor | None = None
         self.table: Tensor | None = None
         self._bound: ops.Binding[ops.BoundExperts] | None = None
@@ -213,8 +219,9 @@ class PackedExperts(nn.Module):
         )
 
     def _call(self, slab: Tensor, table: Tensor) -> "ops.BoundExperts | None":
-        """The call bound to the slab that is in place now."""
-        if self._bound is None or not self._bound.holds(slab):
+        """The call bound to the tensors that are in place now."""
+        tensors = (slab, table, *_biases(self._parameters))
+        if self._bound is None or not self._bound.holds(*tensors):
             call = ops.bind_experts(
                 slab,
                 table,
@@ -224,7 +231,7 @@ class PackedExperts(nn.Module):
                 gate_up_bias=self._gate_up_bias(),
                 down_bias=self.down_proj_bias,
             )
-            self._bound = ops.Binding(call, slab)
+            self._bound = ops.Binding(call, *tensors)
         return self._bound.call
 
     def _gate_up_bias(self) -> Tensor | None:
