@@ -27,7 +27,7 @@ from trilobite.formats.bitpack import BITS, BLOCK, ROWS
 from trilobite.formats.incoherence import factors, hadamard_matrix
 from trilobite.formats.weight import LR_GROUP, PackedWeight, factor_shape
 from trilobite.kernels import native
-from trilobite.kernels.expert_table import Column, has_lattice
+from trilobite.kernels.expert_table import Column, check_routing, has_lattice
 from trilobite.recipe import CODEBOOKS, COMPENSATORS, TRANSFORMS, Format, LatticeFormat
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -381,16 +381,6 @@ def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
     return run_linear(x, ctypes.addressof(found), w.shape[0], address, bias_dtype)
 
 
-def _check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
-    if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
-        raise ShapeError(
-            f"experts: x is {list(x.shape)}, top_k_index {list(index.shape)}, top_k_weights "
-            f"{list(weights.shape)}; expected [T, H], [T, A], [T, A]"
-        )
-    if index.dtype not in (torch.int64, torch.int32):
-        raise ShapeError(f"experts: top_k_index is {index.dtype}, expected int64 or int32")
-
-
 def _bias(bias: Tensor | None, shape: tuple[int, int], name: str) -> Tensor | None:
     if bias is None:
         return None
@@ -466,7 +456,7 @@ def experts_layer(
 
 def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: native.ExpertsArgs) -> Tensor:
     """Run a layer that is checked already. `layer` stays as it is: several threads may use it at a time."""
-    _check_routing(x, top_k_index, top_k_weights)
+    check_routing(x, top_k_index, top_k_weights)
     if x.shape[1] != layer.hidden:
         raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={layer.hidden}")
     dtype, weights_dtype = _dtype(x, "experts: x"), _dtype(top_k_weights, "experts: top_k_weights")
