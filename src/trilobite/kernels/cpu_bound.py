@@ -14,6 +14,7 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import cpu
+from trilobite.kernels.cpu_matrix import lattice_matrix, matrix
 
 
 class _Bound:
@@ -72,9 +73,9 @@ class BoundLinear(_Bound):
         """w: [N, K]    bias: [N] or None."""
         self._rows, self._k = w.shape
         if w.lattice is None:
-            self._matrix, parts = cpu.matrix(w.packed, w.scale, w.lra, w.lrb, w.shape)
+            self._matrix, parts = matrix(w.packed, w.scale, w.lra, w.lrb, w.shape)
         else:
-            self._matrix, parts = cpu.lattice_matrix(w)
+            self._matrix, parts = lattice_matrix(w)
         bias, self._bias_dtype = cpu.linear_bias(bias, self._rows)
         self._address = ctypes.addressof(self._matrix)
         self._bias_address = None if bias is None else bias.data_ptr()

@@ -20,7 +20,7 @@ from trilobite.kernels import cpu, reference
 from trilobite.kernels.cpu_bound import Binding as Binding
 from trilobite.kernels.cpu_bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu_bound import BoundLinear as BoundLinear
-from trilobite.kernels.expert_table import check_routing, has_lattice
+from trilobite.kernels.expert_table import check_routing
 from trilobite.recipe import LatticeFormat
 
 if TYPE_CHECKING:
@@ -120,14 +120,8 @@ def _experts_cpu(
     intermediate: int,
     activation: str,
 ) -> Tensor:
-    run = cpu.experts if _runs_experts(table, activation, x.shape[-1], intermediate) else _experts
+    run = cpu.experts if cpu.runs_experts(table, (x.shape[-1], intermediate), activation) else _experts
     return run(x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation)
-
-
-def _runs_experts(table: Tensor, activation: str, hidden: int, intermediate: int) -> bool:
-    """Whether the CPU engine runs this layer."""
-    lattice = has_lattice(table)
-    return activation in cpu.ACTIVATIONS and (not lattice or cpu.runs_experts(table, hidden, intermediate))
 
 
 def _linear_gpu(
@@ -244,9 +238,10 @@ def bind_experts(
 
     Raises ShapeError when the parts do not fit.
     """
-    if not cpu.available() or not slab.is_cpu or not _runs_experts(table, activation, hidden, intermediate):
+    sizes = hidden, intermediate
+    if not cpu.available() or not slab.is_cpu or not cpu.runs_experts(table, sizes, activation):
         return None
-    return BoundExperts(slab, table, (gate_up_bias, down_bias), (hidden, intermediate), activation)
+    return BoundExperts(slab, table, (gate_up_bias, down_bias), sizes, activation)
 
 
 def gpu_layout(device: torch.device) -> bool:
