@@ -13,7 +13,7 @@ from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
-from trilobite.kernels.reference import GPT_OSS
+from trilobite.kernels.reference import GPT_OSS, GPT_OSS_ALPHA, GPT_OSS_LIMIT
 from trilobite.runtime.linear import PackedMatrix, check_restorable, leaves_gpu, moved
 
 if TYPE_CHECKING:
@@ -250,6 +250,12 @@ def _activation(original: nn.Module) -> str:
     """Name of an experts module's gated activation. Raises ArchitectureError for one that we do not compute."""
     kind = type(original).__name__
     if kind == "GptOssExperts":
+        alpha, limit = (getattr(original, name) for name in ("alpha", "limit"))
+        if (alpha, limit) != (GPT_OSS_ALPHA, GPT_OSS_LIMIT):
+            raise ArchitectureError(
+                f"{kind}: its gate has alpha {alpha} and limit {limit}, the packed experts know {GPT_OSS_ALPHA} and "
+                f"{GPT_OSS_LIMIT}; compress this model with --keep expert"
+            )
         return GPT_OSS
     gate = getattr(type(original), "_apply_gate", None)
     default = gate is None or gate.__name__ == "_default_apply_gate"
