@@ -1,4 +1,4 @@
-// The C interface of the CPU engine: pointers, sizes and integer codes. Loaded by trilobite/kernels/cpu.py with ctypes.
+// The C interface of the CPU engine: pointers, sizes and integer codes. Loaded by trilobite/kernels/native.py with ctypes.
 //
 // Functions that can fail return 0, or -1 after leaving a line for trilobite_error(). They check what could make them
 // read or write out of bounds (the table of experts, shapes that do not fit); that pointers are what they claim to be

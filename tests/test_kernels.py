@@ -57,6 +57,22 @@ def test_unknown_activation() -> None:
         torch.ops.trilobite.experts(*arguments, "no-such-activation")
 
 
+@pytest.mark.parametrize("activation", ["silu", "mish"], ids=["engine", "reference"])
+def test_routing_that_does_not_fit_is_refused(activation: str) -> None:
+    """By every backend alike."""
+    x, index, weights, *layer, _ = _experts_arguments()
+    assert isinstance(index, torch.Tensor)
+    assert isinstance(weights, torch.Tensor)
+    for wrong, text in (
+        ((index[:1], weights[:1]), r"expected \[T, H\], \[T, A\], \[T, A\]"),
+        ((index[:, :1], weights), r"expected \[T, H\], \[T, A\], \[T, A\]"),
+        ((index[:, 0], weights[:, 0]), r"expected \[T, H\], \[T, A\], \[T, A\]"),
+        ((index.float(), weights), "float32, expected int64 or int32"),
+    ):
+        with pytest.raises(ShapeError, match=text):
+            torch.ops.trilobite.experts(x, *wrong, *layer, activation)
+
+
 def test_tables_that_do_not_fit_are_refused() -> None:
     x, index, weights, slab, table, *rest = _experts_arguments()
     with pytest.raises(ShapeError, match="slab"):

@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GptOssConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from trilobite.checkpoint.source import open_source
 from trilobite.checkpoint.summary import is_packed
@@ -548,6 +549,15 @@ def test_an_activation_that_we_do_not_know_is_refused() -> None:
     """A gate of its own must not silently become silu(gate) * up."""
     original = FakeExperts(interleaved=False, transposed=False)
     with refused(ArchitectureError, "FakeExperts", "--keep expert"):
+        PackedExperts(original, {e: {} for e in range(3)})
+
+
+@pytest.mark.parametrize("changed", [{"swiglu_alpha": 1.5}, {"swiglu_limit": 10.0}], ids=str)
+def test_a_gpt_oss_gate_with_other_constants_is_refused(changed: dict[str, float]) -> None:
+    config = GptOssConfig(hidden_size=64, intermediate_size=96, num_local_experts=3, **changed)
+    with torch.device("meta"):
+        original = GptOssExperts(config)
+    with refused(ArchitectureError, "alpha", "limit", str(*changed.values()), "--keep expert"):
         PackedExperts(original, {e: {} for e in range(3)})
 
 

@@ -1,8 +1,8 @@
 """The CPU engine: checks tensors, then hands their addresses to the native library (csrc/).
 
 Everything that could make native code read or write out of bounds is checked before an address leaves:
-element types, shapes, devices and contiguity here, the offsets of an expert table in the library, for the
-experts in use.
+element types, shapes, devices and contiguity here and in `cpu_matrix`, the offsets of an expert table in the
+library, for the experts in use.
 
 Two modes of arithmetic. *exact* (the default) sums in fp32 and keeps activations to 22 bits of the largest
 value in every 32 or 64 columns (three 8-bit digits; nothing at all is lost of a bfloat16 value down to 2**-14
@@ -15,22 +15,20 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trilobite.errors import ArchitectureError, ShapeError
-from trilobite.formats.affine import packed_shape, scale_shape, tile_bytes
-from trilobite.formats.bitpack import BITS, BLOCK, ROWS
-from trilobite.formats.incoherence import factors, hadamard_matrix
-from trilobite.formats.weight import LR_GROUP, PackedWeight, factor_shape
+from trilobite.formats.bitpack import BLOCK
+from trilobite.formats.incoherence import factors
+from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import native
-from trilobite.kernels.expert_table import Column, has_lattice
-from trilobite.recipe import CODEBOOKS, COMPENSATORS, TRANSFORMS, Format, LatticeFormat
+from trilobite.kernels.cpu_matrix import dense, dtype_code, lattice_matrix, matrix, rotation
+from trilobite.kernels.expert_table import Column, check_routing, has_lattice
+from trilobite.recipe import CODEBOOKS, TRANSFORMS, LatticeFormat
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS = {
     "silu": 0,
     "swish": 0,
@@ -150,102 +148,11 @@ def _raise() -> None:
     raise ShapeError(library().trilobite_error().decode())
 
 
-def _dtype(t: Tensor, name: str) -> int:
-    code = DTYPES.get(t.dtype)
-    if code is None:
-        raise ShapeError(f"{name} is {t.dtype}; the operators take float32, float16 and bfloat16")
-    return code
-
-
-def _dense(t: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """`t` on the CPU and contiguous."""
-    if not t.is_cpu:
-        raise ShapeError(f"{name} is on {t.device}, the other tensors are on the CPU; move all to one device")
-    if dtype is not None and t.dtype != dtype:
-        raise ShapeError(f"{name} is {t.dtype}, expected {dtype}")
-    return t if t.is_contiguous() else t.contiguous()
-
-
-@lru_cache(maxsize=1024)
-def _format(
-    packed: tuple[int, ...], rows: int, k: int, scale: tuple[int, ...] | None
-) -> tuple[int, int, int, int]:
-    """Shapes of the stored tensors -> (bits, group, symmetric, double quant). Raises ShapeError."""
-    if len(packed) != 3 or packed[1] == 0 or k % packed[1] or rows < 1:
-        raise ShapeError(
-            f"linear: packed tensor of shape {list(packed)} does not belong to a [{rows}, {k}] matrix"
-        )
-    group, double = k // packed[1], scale is not None
-    formats = (
-        Format(bits=b, group=group, symmetric=s, double_quant=double) for b in BITS for s in (False, True)
-    )
-    fmt = next((f for f in formats if group % BLOCK == 0 and tile_bytes(f, k) == packed[2]), None)
-    if fmt is None:
-        raise ShapeError(
-            f"linear: tiles of {packed[2]} bytes for groups of {group} columns belong to no known format"
-        )
-    expected = packed_shape(fmt, rows, k)
-    if packed != expected:
-        raise ShapeError(
-            f"linear: packed codes are {list(packed)}, a [{rows}, {k}] matrix needs {list(expected)}"
-        )
-    if scale is not None and scale != scale_shape(fmt, rows, k):
-        raise ShapeError(f"linear: second-level scales are {list(scale)}, not {scale_shape(fmt, rows, k)}")
-    return fmt.bits, group, int(fmt.symmetric), int(double)
-
-
-@lru_cache(maxsize=1024)
-def _rank_bits(lra: tuple[int, ...], lrb: tuple[int, ...], half: bool, n: int, k: int) -> int:
-    """Shapes of the compensator factors -> bits. Raises ShapeError."""
-    kinds = ("fp16",) if half else ("int3", "int8")
-    for kind in kinds:
-        if lra == factor_shape(kind, lra[0], n) and lrb == factor_shape(kind, lra[0], k):
-            return COMPENSATORS[kind]
-    raise ShapeError(
-        f"linear: compensator factors {list(lra)} and {list(lrb)} do not fit a [{n}, {k}] matrix "
-        f"(groups of {LR_GROUP} values of int3 or int8, or fp16)"
-    )
-
-
-def _factors(
-    lra: Tensor | None, lrb: Tensor | None, n: int, k: int
-) -> tuple[Tensor | None, Tensor | None, int]:
-    if lra is None or lrb is None:
-        if lra is not lrb:
-            raise ShapeError("linear: one compensator factor is missing; both or none belong to a matrix")
-        return None, None, 0
-    half = lra.dtype == torch.float16
-    dtype = torch.float16 if half else torch.uint8
-    lra, lrb = _dense(lra, "lra", dtype), _dense(lrb, "lrb", dtype)
-    return lra, lrb, _rank_bits(tuple(lra.shape), tuple(lrb.shape), half, n, k)
-
-
-def matrix(
-    packed: Tensor, scale: Tensor | None, lra: Tensor | None, lrb: Tensor | None, shape: tuple[int, int]
-) -> tuple[native.Matrix, tuple[Tensor | None, ...]]:
-    """A stored matrix [N, K] as the library takes it, and the tensors that its addresses belong to.
-
-    Raises ShapeError when the parts do not fit each other or the shape.
-    """
-    rows, k = shape
-    packed = _dense(packed, "linear: packed", torch.uint8)
-    scale_size = None
-    if scale is not None:
-        scale = _dense(scale, "linear: scale", torch.uint8)
-        scale_size = tuple(scale.shape)
-    bits, group, symmetric, double = _format(tuple(packed.shape), rows, k, scale_size)
-    lra, lrb, rank_bits = _factors(lra, lrb, rows, k)
-    rank = 0 if lra is None else lra.shape[0]
-    parts = (packed, scale, lra, lrb)
-    addresses = (None if t is None else t.data_ptr() for t in parts)
-    return native.Matrix(*addresses, rows, k, rank, rank_bits, bits, group, symmetric, double), parts
-
-
 def linear_bias(bias: Tensor | None, rows: int) -> tuple[Tensor | None, int]:
     """A bias [rows] ready for the library, and the number of its element type. Raises ShapeError."""
     if bias is None:
         return None, 0
-    bias, dtype = _dense(bias, "linear: bias"), _dtype(bias, "linear: bias")
+    bias, dtype = dense(bias, "linear: bias"), dtype_code(bias, "linear: bias")
     if bias.shape != (rows,):
         raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{rows}]")
     return bias, dtype
@@ -268,8 +175,8 @@ def linear(
 
 def run_linear(x: Tensor, w: int, rows: int, bias: int | None, bias_dtype: int) -> Tensor:
     """Multiply by a matrix that is checked already. w: address of its `native.Matrix`    bias: address, or None."""
-    dtype = _dtype(x, "linear: x")
-    x = _dense(x, "linear: x")
+    dtype = dtype_code(x, "linear: x")
+    x = dense(x, "linear: x")
     y = x.new_empty((*x.shape[:-1], rows))
     assert _lib is not None
     tokens = x.numel() // x.shape[-1]
@@ -278,27 +185,6 @@ def run_linear(x: Tensor, w: int, rows: int, bias: int | None, bias_dtype: int) 
     ):
         _raise()
     return y
-
-
-class _Rotation:
-    """The Hadamard matrix of order n, as the library takes it; keeps the memory of its cores alive."""
-
-    def __init__(self, n: int) -> None:
-        """Raises ShapeError where no Hadamard matrix is known."""
-        orders = factors(n)
-        if orders is None:
-            raise ShapeError(f"no Hadamard matrix of order {n} is known here; use the fourier transform")
-        cores = [m for m in orders if m & (m - 1)]
-        self._cores = [hadamard_matrix(m).float().contiguous() for m in cores]
-        order = (ctypes.c_int64 * native.CORES)(*cores)
-        core = (ctypes.c_void_p * native.CORES)(*(h.data_ptr() for h in self._cores))
-        self._structure = native.Rotation(n, len(cores), order, core)
-        self.address = ctypes.addressof(self._structure)
-
-
-@cache  # their addresses are given away
-def _rotation(n: int) -> _Rotation:
-    return _Rotation(n)
 
 
 def rotate(x: Tensor, signs: Tensor, *, adjoint: bool = False) -> Tensor:
@@ -310,11 +196,10 @@ def rotate(x: Tensor, signs: Tensor, *, adjoint: bool = False) -> Tensor:
     n = x.shape[-1]
     if signs.numel() not in (-(-n // 8), 2 * n):
         raise ShapeError(f"rotate: {signs.numel()} bytes of signs for vectors of {n} values")
-    y = _dense(x, "rotate: x", torch.float32).clone()
-    signs, tuned = _dense(signs, "rotate: signs", torch.uint8), int(signs.numel() == 2 * n)
-    rotation = _rotation(n)
+    y = dense(x, "rotate: x", torch.float32).clone()
+    signs, tuned = dense(signs, "rotate: signs", torch.uint8), int(signs.numel() == 2 * n)
     if library().trilobite_rotate(
-        rotation.address, signs.data_ptr(), tuned, int(adjoint), y.data_ptr(), x.numel() // n
+        rotation(n), signs.data_ptr(), tuned, int(adjoint), y.data_ptr(), x.numel() // n
     ):
         _raise()
     return y
@@ -326,48 +211,19 @@ def runs(fmt: LatticeFormat, n: int, k: int) -> bool:
     return available() and fmt.codebook == "e8p" and fmt.transform == "hadamard" and k % BLOCK == 0 and few
 
 
-def runs_experts(table: Tensor, hidden: int, intermediate: int) -> bool:
-    """Whether `runs` holds for all matrices of a table that are in a lattice format. table: [E, 3, 16] int64."""
+def runs_experts(table: Tensor, sizes: tuple[int, int], activation: str) -> bool:
+    """Whether the library runs a layer: it has the activation, and `runs` holds for all matrices in a lattice format.
+
+    table: [E, 3, 16] int64    sizes: (H, I)
+    """
+    if activation not in ACTIVATIONS:
+        return False
+    if not has_lattice(table):
+        return True
     rows = table[table[..., Column.LATTICE] >= 0]
     kinds = {(c, t) for c, t in rows[:, [Column.CODEBOOK, Column.TRANSFORM]].tolist()}
     formats = (LatticeFormat(codebook=CODEBOOKS[c], bits=2, transform=TRANSFORMS[t]) for c, t in kinds)
-    sides = ((hidden, intermediate), (intermediate, hidden))
-    return all(runs(fmt, n, k) for fmt in formats for n, k in sides)
-
-
-def lattice_matrix(w: PackedWeight) -> tuple[native.Matrix, tuple[Tensor | None, ...]]:
-    """A stored lattice matrix as the library takes it, and the tensors that its addresses belong to.
-
-    w: fits its shape, and `runs` accepts its format.
-    """
-    (n, k), dense = w.shape, []
-    for name, t in (
-        ("packed", w.packed),
-        ("lattice", w.lattice),
-        ("signs_in", w.signs_in),
-        ("signs_out", w.signs_out),
-    ):
-        assert t is not None
-        dense.append(_dense(t, f"linear: {name}", torch.uint8))
-    packed, record, signs_in, signs_out = dense
-    lra, lrb, rank_bits = _factors(w.lra, w.lrb, n, k)
-    found = native.Matrix(
-        packed=packed.data_ptr(),
-        lra=None if lra is None else lra.data_ptr(),
-        lrb=None if lrb is None else lrb.data_ptr(),
-        n=n,
-        k=k,
-        rank=w.rank,
-        rank_bits=rank_bits,
-        bits=packed.shape[2] // ROWS,
-        lattice=record.data_ptr(),
-        signs_in=signs_in.data_ptr(),
-        signs_out=signs_out.data_ptr(),
-        tuned=int(signs_in.numel() == 2 * k),
-        rotate_in=_rotation(k).address,
-        rotate_out=_rotation(n).address,
-    )
-    return found, (*dense, lra, lrb)
+    return all(runs(fmt, n, k) for fmt in formats for n, k in (sizes, sizes[::-1]))
 
 
 def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -381,22 +237,12 @@ def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
     return run_linear(x, ctypes.addressof(found), w.shape[0], address, bias_dtype)
 
 
-def _check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
-    if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
-        raise ShapeError(
-            f"experts: x is {list(x.shape)}, top_k_index {list(index.shape)}, top_k_weights "
-            f"{list(weights.shape)}; expected [T, H], [T, A], [T, A]"
-        )
-    if index.dtype not in (torch.int64, torch.int32):
-        raise ShapeError(f"experts: top_k_index is {index.dtype}, expected int64 or int32")
-
-
 def _bias(bias: Tensor | None, shape: tuple[int, int], name: str) -> Tensor | None:
     if bias is None:
         return None
     if bias.shape != shape:
         raise ShapeError(f"experts: {name} is {list(bias.shape)}, expected {list(shape)}")
-    return _dense(bias, f"experts: {name}")
+    return dense(bias, f"experts: {name}")
 
 
 def experts(
@@ -441,7 +287,7 @@ def experts_layer(
             f"experts: table is {list(table.shape)} {table.dtype}, expected [E, 3, {len(Column)}] int64"
         )
     (hidden, intermediate), count = sizes, table.shape[0]
-    slab, table = _dense(slab, "experts: slab", torch.uint8), _dense(table, "experts: table")
+    slab, table = dense(slab, "experts: slab", torch.uint8), dense(table, "experts: table")
     gate_up_bias = _bias(gate_up_bias, (count, 2 * intermediate), "gate_up_bias")
     down_bias = _bias(down_bias, (count, hidden), "down_bias")
     if gate_up_bias is not None and down_bias is not None and gate_up_bias.dtype != down_bias.dtype:
@@ -452,7 +298,7 @@ def experts_layer(
         table=table.data_ptr(),
         gate_up_bias=None if gate_up_bias is None else gate_up_bias.data_ptr(),
         down_bias=None if down_bias is None else down_bias.data_ptr(),
-        bias_dtype=0 if some_bias is None else _dtype(some_bias, "experts: bias"),
+        bias_dtype=0 if some_bias is None else dtype_code(some_bias, "experts: bias"),
         experts=count,
         hidden=hidden,
         intermediate=intermediate,
@@ -460,18 +306,18 @@ def experts_layer(
         activation=ACTIVATIONS[activation],
     )
     if has_lattice(table):
-        layer.rotate_hidden, layer.rotate_intermediate = (_rotation(n).address for n in sizes)
+        layer.rotate_hidden, layer.rotate_intermediate = map(rotation, sizes)
     return layer, (slab, table, gate_up_bias, down_bias)
 
 
 def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: native.ExpertsArgs) -> Tensor:
     """Run a layer that is checked already. `layer` stays as it is: several threads may use it at a time."""
-    _check_routing(x, top_k_index, top_k_weights)
+    check_routing(x, top_k_index, top_k_weights)
     if x.shape[1] != layer.hidden:
         raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={layer.hidden}")
-    dtype, weights_dtype = _dtype(x, "experts: x"), _dtype(top_k_weights, "experts: top_k_weights")
-    x, index = _dense(x, "experts: x"), _dense(top_k_index, "experts: top_k_index")
-    weights = _dense(top_k_weights, "experts: top_k_weights")
+    dtype, weights_dtype = dtype_code(x, "experts: x"), dtype_code(top_k_weights, "experts: top_k_weights")
+    x, index = dense(x, "experts: x"), dense(top_k_index, "experts: top_k_index")
+    weights = dense(top_k_weights, "experts: top_k_weights")
     if index.numel() == 0:
         return torch.zeros_like(x)
     y = torch.empty_like(x)

@@ -2,8 +2,8 @@
 
 While a model decodes, megabytes of weights pass the caches between two calls, and Python code that checks shapes and
 dispatches operators runs cold: 100 microseconds and more a call, of which a warm loop shows 10. A bound call does what
-depends on the activations and no more. It holds the tensors whose addresses it knows; copies of a module, and pickles,
-get None in its place and bind again.
+depends on the activations and no more. It keeps the memory whose addresses it knows, also when a tensor gets other
+memory (`.data = ...`); copies of a module, and pickles, get None in its place and bind again.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import cpu
+from trilobite.kernels.cpu_matrix import lattice_matrix, matrix
 
 
 class _Bound:
@@ -30,16 +31,39 @@ Call = TypeVar("Call")
 
 
 class Binding(_Bound, Generic[Call]):
-    """What a module keeps: a call, or None where no backend has one, and the tensors that it was made for."""
+    """What a module keeps: a call, or None where no backend has one, and the tensors that it was made for.
+
+    Changes in place that torch does not count, through `.data` and of inference tensors, are seen in what the engine
+    reads where it lies; not in what it has a copy of: biases that alternate, are strided, or differ in dtype.
+    """
 
     def __init__(self, call: Call | None, *tensors: Tensor | None) -> None:
-        """call: made for `tensors`."""
+        """call: made for `tensors`, all that its memory or a copy of it comes from."""
         self.call = call
-        self._tensors = tensors
+        self._seen = [_seen(t) for t in tensors]
 
     def holds(self, *tensors: Tensor | None) -> bool:
-        """Whether it was made for these very tensors."""
-        return all(mine is other for mine, other in zip(self._tensors, tensors, strict=True))
+        """Whether it was made for these very tensors, and they have the same memory and values as then."""
+        for (mine, address, version), other in zip(self._seen, tensors, strict=True):
+            if mine is not other:
+                return False
+            if mine is None:
+                continue
+            if mine.data_ptr() != address or (version is not None and mine._version != version):
+                return False
+        return True
+
+
+def _seen(t: Tensor | None) -> tuple[Tensor | None, int, int | None]:
+    """A tensor, its address, and its count of changes; inference tensors have none."""
+    if t is None:
+        return None, 0, None
+    return t, t.data_ptr(), None if t.is_inference() else t._version
+
+
+def _memory(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Aliases that keep the memory of tensors when those get other memory."""
+    return tuple(t.detach() for t in tensors if t is not None)
 
 
 class BoundLinear(_Bound):
@@ -49,12 +73,13 @@ class BoundLinear(_Bound):
         """w: [N, K]    bias: [N] or None."""
         self._rows, self._k = w.shape
         if w.lattice is None:
-            self._matrix, self._parts = cpu.matrix(w.packed, w.scale, w.lra, w.lrb, w.shape)
+            self._matrix, parts = matrix(w.packed, w.scale, w.lra, w.lrb, w.shape)
         else:
-            self._matrix, self._parts = cpu.lattice_matrix(w)
-        self._bias, self._bias_dtype = cpu.linear_bias(bias, self._rows)
+            self._matrix, parts = lattice_matrix(w)
+        bias, self._bias_dtype = cpu.linear_bias(bias, self._rows)
         self._address = ctypes.addressof(self._matrix)
-        self._bias_address = None if self._bias is None else self._bias.data_ptr()
+        self._bias_address = None if bias is None else bias.data_ptr()
+        self._memory = _memory(*parts, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., K] -> [..., N] in x.dtype. Raises ShapeError."""
@@ -75,7 +100,8 @@ class BoundExperts(_Bound):
         activation: str,
     ) -> None:
         """slab, table: see `expert_table`    biases: gate_up [E, 2I] and down [E, H]    sizes: (H, I)."""
-        self._layer, self._parts = cpu.experts_layer(slab, table, *biases, sizes, activation)
+        self._layer, parts = cpu.experts_layer(slab, table, *biases, sizes, activation)
+        self._memory = _memory(*parts)
 
     def __call__(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x: [T, H] -> [T, H] in x.dtype. Raises ShapeError."""

@@ -43,6 +43,20 @@ class Column(IntEnum):
 GATE, UP, DOWN = 0, 1, 2
 
 
+def check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
+    """Raise ShapeError when the tokens and their routing do not fit together.
+
+    x: [T, H]    index: [T, A] int64 | int32    weights: [T, A]
+    """
+    if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+        raise ShapeError(
+            f"experts: x is {list(x.shape)}, top_k_index {list(index.shape)}, top_k_weights "
+            f"{list(weights.shape)}; expected [T, H], [T, A], [T, A]"
+        )
+    if index.dtype not in (torch.int64, torch.int32):
+        raise ShapeError(f"experts: top_k_index is {index.dtype}, expected int64 or int32")
+
+
 def build(experts: Sequence[tuple[PackedWeight | None, PackedWeight, PackedWeight]]) -> tuple[Tensor, Tensor]:
     """One slab and table for the (gate, up, down) matrices of all experts of a layer.
 

@@ -9,7 +9,7 @@ and again.
 
 import importlib.util
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from trilobite.kernels import cpu, reference
 from trilobite.kernels.cpu_bound import Binding as Binding
 from trilobite.kernels.cpu_bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu_bound import BoundLinear as BoundLinear
-from trilobite.kernels.expert_table import has_lattice
+from trilobite.kernels.expert_table import check_routing
 from trilobite.recipe import LatticeFormat
 
 if TYPE_CHECKING:
@@ -60,18 +60,6 @@ def _linear(
     return reference.linear(x, w, bias)
 
 
-def _linear_fake(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor | None,
-    lra: Tensor | None,
-    lrb: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], rows))
-
-
 def _lattice_linear(
     x: Tensor,
     packed: Tensor,
@@ -104,20 +92,6 @@ def _runs(w: PackedWeight) -> bool:
     return isinstance(fmt, LatticeFormat) and cpu.runs(fmt, *w.shape)
 
 
-def _lattice_linear_fake(
-    x: Tensor,
-    packed: Tensor,
-    lattice: Tensor,
-    signs_in: Tensor,
-    signs_out: Tensor,
-    lra: Tensor | None,
-    lrb: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], rows))
-
-
 def _experts(
     x: Tensor,
     top_k_index: Tensor,
@@ -129,28 +103,10 @@ def _experts(
     intermediate: int,
     activation: str,
 ) -> Tensor:
-    if x.dim() != 2 or top_k_index.shape != top_k_weights.shape or top_k_index.shape[:1] != x.shape[:1]:
-        raise ShapeError(
-            f"experts: x is {list(x.shape)}, top_k_index {list(top_k_index.shape)}, top_k_weights "
-            f"{list(top_k_weights.shape)}; expected [T, H], [T, A], [T, A]"
-        )
+    check_routing(x, top_k_index, top_k_weights)
     return reference.experts(
         x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation
     )
-
-
-def _experts_fake(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    slab: Tensor,
-    table: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    intermediate: int,
-    activation: str,
-) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _experts_cpu(
@@ -164,14 +120,8 @@ def _experts_cpu(
     intermediate: int,
     activation: str,
 ) -> Tensor:
-    run = cpu.experts if _runs_experts(table, activation, x.shape[-1], intermediate) else _experts
+    run = cpu.experts if cpu.runs_experts(table, (x.shape[-1], intermediate), activation) else _experts
     return run(x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation)
-
-
-def _runs_experts(table: Tensor, activation: str, hidden: int, intermediate: int) -> bool:
-    """Whether the CPU engine runs this layer."""
-    lattice = has_lattice(table)
-    return activation in cpu.ACTIVATIONS and (not lattice or cpu.runs_experts(table, hidden, intermediate))
 
 
 def _linear_gpu(
@@ -180,12 +130,6 @@ def _linear_gpu(
     from trilobite.kernels import triton_linear  # imports Triton, which takes a while and is not always there
 
     return triton_linear.linear(x, slab, table, bias, spec, rows)
-
-
-def _linear_gpu_fake(
-    x: Tensor, slab: Tensor, table: Tensor, bias: Tensor | None, spec: Sequence[int], rows: int
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], rows))
 
 
 def _experts_gpu(
@@ -207,34 +151,27 @@ def _experts_gpu(
     )
 
 
-def _experts_gpu_fake(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    slab: Tensor,
-    table: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    intermediate: int,
-    activation: str,
-    spec: Sequence[int],
-) -> Tensor:
+def _fake_linear(x: Tensor, *others: Any) -> Tensor:
+    """Every linear operator's last argument is the number of rows."""
+    return x.new_empty((*x.shape[:-1], others[-1]))
+
+
+def _fake_experts(x: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-_lib.impl("linear", _linear, "CompositeExplicitAutograd")
-_lib.impl("lattice_linear", _lattice_linear, "CompositeExplicitAutograd")
-_lib.impl("linear_gpu", _linear_gpu, "CompositeExplicitAutograd")
-_lib.impl("experts_gpu", _experts_gpu, "CompositeExplicitAutograd")
-_lib.impl("experts", _experts, "CompositeExplicitAutograd")
+for _name, _run, _fake in (
+    ("linear", _linear, _fake_linear),
+    ("lattice_linear", _lattice_linear, _fake_linear),
+    ("experts", _experts, _fake_experts),
+    ("linear_gpu", _linear_gpu, _fake_linear),
+    ("experts_gpu", _experts_gpu, _fake_experts),
+):
+    _lib.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"trilobite::{_name}", _fake, lib=_lib)
 if cpu.available():
     _lib.impl("linear", cpu.linear, "CPU")
     _lib.impl("experts", _experts_cpu, "CPU")
-torch.library.register_fake("trilobite::linear", _linear_fake, lib=_lib)
-torch.library.register_fake("trilobite::lattice_linear", _lattice_linear_fake, lib=_lib)
-torch.library.register_fake("trilobite::experts", _experts_fake, lib=_lib)
-torch.library.register_fake("trilobite::linear_gpu", _linear_gpu_fake, lib=_lib)
-torch.library.register_fake("trilobite::experts_gpu", _experts_gpu_fake, lib=_lib)
 
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -301,9 +238,10 @@ def bind_experts(
 
     Raises ShapeError when the parts do not fit.
     """
-    if not cpu.available() or not slab.is_cpu or not _runs_experts(table, activation, hidden, intermediate):
+    sizes = hidden, intermediate
+    if not cpu.available() or not slab.is_cpu or not cpu.runs_experts(table, sizes, activation):
         return None
-    return BoundExperts(slab, table, (gate_up_bias, down_bias), (hidden, intermediate), activation)
+    return BoundExperts(slab, table, (gate_up_bias, down_bias), sizes, activation)
 
 
 def gpu_layout(weights: Iterable[PackedWeight | None]) -> bool:

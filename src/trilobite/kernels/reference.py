@@ -18,6 +18,8 @@ from trilobite.kernels.expert_table import DOWN, GATE, UP, expert_weight
 
 GPT_OSS = "gpt_oss"
 """Name of gpt-oss's clamped gate: the only gated activation that is not act(gate) * up."""
+GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0
+"""Its constants, which every backend has built in."""
 
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -105,8 +107,8 @@ def gate_fn(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     if name == GPT_OSS:
 
         def gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
-            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-            return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            gate, up = gate.clamp(max=GPT_OSS_LIMIT), up.clamp(-GPT_OSS_LIMIT, GPT_OSS_LIMIT)
+            return (up + 1) * gate * torch.sigmoid(GPT_OSS_ALPHA * gate)
 
         return gpt_oss
     if name not in ACT2FN:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
-from trilobite.kernels.reference import GPT_OSS
+from trilobite.kernels.reference import GPT_OSS, GPT_OSS_ALPHA, GPT_OSS_LIMIT
 from trilobite.runtime.linear import PackedMatrix, check_restorable, leaves_gpu, moved
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 PROJECTIONS = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
 """Names of an expert's matrices in checkpoints."""
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+_biases = itemgetter(*BIASES)
 EXPERT_NAME = re.compile(rf"^(.*\.experts)\.(\d+)\.({'|'.join(PROJECTIONS)})$")
 
 
@@ -33,6 +36,9 @@ class PackedExperts(nn.Module):
 
     forward: hidden_states [T, H], top_k_index [T, A] int64, top_k_weights [T, A] -> [T, H]
     """
+
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
     def __init__(self, original: nn.Module, experts: dict[int, dict[str, dict[str, Tensor]]]) -> None:
         """original: the transformers module, on meta    experts: index -> checkpoint name -> parts by suffix."""
@@ -65,8 +71,8 @@ class PackedExperts(nn.Module):
             for name, parts in experts[index].items():
                 expert.add_module(name, PackedMatrix(self.shape_of(name), parts))
             self.add_module(str(index), expert)
-        self.gate_up_proj_bias = self.originals.get("gate_up_proj_bias")
-        self.down_proj_bias = self.originals.get("down_proj_bias")
+        for name in BIASES:
+            self.register_parameter(name, self.originals.get(name))
         self.slab: Tensor | None = None
         self.table: Tensor | None = None
         self._bound: ops.Binding[ops.BoundExperts] | None = None
@@ -212,8 +218,9 @@ class PackedExperts(nn.Module):
         )
 
     def _call(self, slab: Tensor, table: Tensor) -> "ops.BoundExperts | None":
-        """The call bound to the slab that is in place now."""
-        if self._bound is None or not self._bound.holds(slab):
+        """The call bound to the tensors that are in place now."""
+        tensors = (slab, table, *_biases(self._parameters))
+        if self._bound is None or not self._bound.holds(*tensors):
             call = ops.bind_experts(
                 slab,
                 table,
@@ -223,7 +230,7 @@ class PackedExperts(nn.Module):
                 gate_up_bias=self._gate_up_bias(),
                 down_bias=self.down_proj_bias,
             )
-            self._bound = ops.Binding(call, slab)
+            self._bound = ops.Binding(call, *tensors)
         return self._bound.call
 
     def _gate_up_bias(self) -> Tensor | None:
@@ -242,6 +249,12 @@ def _activation(original: nn.Module) -> str:
     """Name of an experts module's gated activation. Raises ArchitectureError for one that we do not compute."""
     kind = type(original).__name__
     if kind == "GptOssExperts":
+        alpha, limit = (getattr(original, name) for name in ("alpha", "limit"))
+        if (alpha, limit) != (GPT_OSS_ALPHA, GPT_OSS_LIMIT):
+            raise ArchitectureError(
+                f"{kind}: its gate has alpha {alpha} and limit {limit}, the packed experts know {GPT_OSS_ALPHA} and "
+                f"{GPT_OSS_LIMIT}; compress this model with --keep expert"
+            )
         return GPT_OSS
     gate = getattr(type(original), "_apply_gate", None)
     default = gate is None or gate.__name__ == "_default_apply_gate"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,8 @@ from trilobite.kernels import ops
 
 if TYPE_CHECKING:
     from trilobite.kernels.ops import Pack
+
+_parts = itemgetter(*(f"weight_{s}" for s in SUFFIXES))
 
 
 class PackedMatrix(nn.Module):
@@ -80,9 +83,9 @@ class PackedLinear(PackedMatrix):
 
     def _call(self) -> "ops.BoundLinear | None":
         """The call bound to the tensors that are in place now."""
-        packed, bias = self._buffers["weight_packed"], self.bias
-        if self._bound is None or not self._bound.holds(packed, bias):
-            self._bound = ops.Binding(ops.bind_linear(self.packed(), bias), packed, bias)
+        tensors = (*_parts(self._buffers), self.bias)
+        if self._bound is None or not self._bound.holds(*tensors):
+            self._bound = ops.Binding(ops.bind_linear(self.packed(), self.bias), *tensors)
         return self._bound.call
 
     def settle(self) -> None:
