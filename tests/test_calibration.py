@@ -31,12 +31,13 @@ from trilobite.errors import (
 )
 from trilobite.models.names import memory_names
 from trilobite.quantize import calibration_experts, calibration_loop
-from trilobite.quantize import compress as compress_module
+from trilobite.quantize import work as work_module
 from trilobite.quantize.calibration import Calibration, draw_windows
 from trilobite.quantize.calibration_experts import Routed
 from trilobite.quantize.calibration_model import BlockModel, Watch, expert_matrix, same_inputs
 from trilobite.quantize.calibration_store import HessianStore
-from trilobite.quantize.compress import Options, Result, compress
+from trilobite.quantize.compress import Result, compress
+from trilobite.quantize.options import Options
 from trilobite.quantize.report import scarce
 from trilobite.recipe import BODY_ROLES, HEAD_RULE, PRESETS, Recipe, Role, load_recipe, needs_calibration
 
@@ -205,14 +206,14 @@ def test_encoder_decoders_are_refused(model_type: str, text: Path, tmp_path: Pat
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """Hessians as they reach the quantizer."""
     found: dict[str, Tensor] = {}
-    real = compress_module._process
+    real = work_module.pack_line
 
     def process(source: Any, line: Any, recipe: Any, device: Any, known: Any = None) -> Any:
         if known is not None:
             found[line.matrix.name] = known[0].clone()
         return real(source, line, recipe, device, known)
 
-    monkeypatch.setattr(compress_module, "_process", process)
+    monkeypatch.setattr(work_module, "pack_line", process)
     return found
 
 
@@ -437,16 +438,16 @@ def test_collecting_is_resumed_block_by_block(
     mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ground = calibration(text, propagate="original", save=tmp_path / "h")
-    real, count = HessianStore.put, []
+    real, count = HessianStore.take, []
 
-    def put(self: HessianStore, *args: Any) -> Any:
+    def take(self: HessianStore, *args: Any) -> Any:
         count.append(1)
         if len(count) == 15:
             raise PlugPulled
         return real(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HessianStore, "put", put)
+        patch.setattr(HessianStore, "take", take)
         with pytest.raises(PlugPulled):
             run(mixtral, tmp_path / "dst", ground)
     first = (tmp_path / "h" / "hessians-00000.safetensors").stat().st_mtime_ns

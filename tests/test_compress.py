@@ -32,7 +32,8 @@ from trilobite.errors import (
     WeightError,
 )
 from trilobite.formats.weight import PackedWeight, dequantize
-from trilobite.quantize.compress import Options, Result, compress, prepare
+from trilobite.quantize.compress import Result, compress, prepare
+from trilobite.quantize.options import Options
 from trilobite.recipe import Recipe, Role, load_recipe
 
 SERIAL = Options(jobs=1, device="cpu")
@@ -553,7 +554,8 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from trilobite.quantize.compress import Options, compress
+from trilobite.quantize.compress import compress
+from trilobite.quantize.options import Options
 from trilobite.recipe import load_recipe
 compress(sys.argv[1], Path(sys.argv[2]), load_recipe(sys.argv[3]), options=Options(jobs=2, device="cpu"))
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -23,10 +23,12 @@ from trilobite.formats.weight import dequantize, unrotated, with_real_signs
 from trilobite.quantize import calibration_loop, finetune
 from trilobite.quantize.calibration import Calibration
 from trilobite.quantize.calibration_model import BlockModel
-from trilobite.quantize.compress import Options, _process, prepare
+from trilobite.quantize.compress import prepare
 from trilobite.quantize.finetune import Course, Part, make_course, train
 from trilobite.quantize.finetune_store import TunedStore
+from trilobite.quantize.line import pack_line
 from trilobite.quantize.matrix import quantize
+from trilobite.quantize.options import Options
 from trilobite.quantize.plan import Plan, packed_weight
 from trilobite.recipe import LatticeFormat, load_recipe
 
@@ -113,7 +115,7 @@ def packed_block(path: Path, index: int, recipe: str = "quip2-free") -> tuple[Bl
     def read(line: Any) -> list[Tensor]:
         name = line.matrix.name
         if name not in known:
-            known[name] = _process(source, line, plan.recipe, CPU)[0]
+            known[name] = pack_line(source, line, plan.recipe, CPU)[0]
         return known[name]
 
     ids = torch.randint(3, 250, (2, 16), generator=torch.Generator().manual_seed(1))

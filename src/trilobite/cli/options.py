@@ -200,7 +200,7 @@ def chosen_calibration(
 
 def usable_device(name: str) -> str:
     """cpu or cuda; raises RecipeError where there is no such device."""
-    from trilobite.quantize.compress import pick_device
+    from trilobite.quantize.options import pick_device
 
     return pick_device(name).type
 

@@ -9,15 +9,12 @@ from torch import Tensor
 from trilobite.quantize.calibration_model import BlockModel, intermediate
 from trilobite.quantize.hessian import ENOUGH, check, share, shrink
 from trilobite.quantize.plan import PlanLine
+from trilobite.quantize.receiver import Receiver, Record, Records
 
 ROWS = 4096
 """Tokens of an expert that are multiplied at a time."""
 AVERAGE = 8
 """The layer's average is taken over about this many tokens per column, evenly spread over all that were routed."""
-
-Record = dict[str, Any]
-Handle = Callable[[Sequence[PlanLine], Tensor, Mapping[str, Any]], list[tuple[PlanLine, Record]]]
-"""(lines that share a Hessian [K, K] fp32, the Hessian, what to note) -> lines and their records. Called by threads."""
 
 
 class Sum:
@@ -48,10 +45,10 @@ class Routed:
     """What entered one module of stacked experts, and which expert every token went to."""
 
     def __init__(
-        self, model: BlockModel, path: str, handle: Handle, buffer: Callable[[int, torch.dtype], Tensor]
+        self, model: BlockModel, path: str, receiver: Receiver, buffer: Callable[[int, torch.dtype], Tensor]
     ) -> None:
-        """path: of the module    handle: receives Hessians    buffer: room for [tokens, H], given H and a dtype."""
-        self.model, self.path, self.handle, self.buffer = model, path, handle, buffer
+        """path: of the module    buffer: room for [tokens, H], given H and a dtype."""
+        self.model, self.receiver, self.buffer = model, receiver, buffer
         self.experts: Any = model.module(path)
         self.index: list[Tensor] = []
         self.states: Tensor | None = None
@@ -109,9 +106,9 @@ class Routed:
         each = 5 * 4 * int(max(self.experts.down_proj.shape[1:])) ** 2
         return max(1, min(jobs, memory // 2 // each))
 
-    def work(self, expert: int, lines: Sequence[PlanLine]) -> list[tuple[PlanLine, Record]]:
+    def work(self, expert: int, lines: Sequence[PlanLine]) -> Records:
         """Sum up the Hessians of one expert and hand them out, the inputs' first."""
-        found: list[tuple[PlanLine, Record]] = []
+        found: Records = []
         rows = self.rows[expert]
         for side in ("in", "mid"):
             of_side = [line for line in lines if _side(line) == side]
@@ -125,7 +122,7 @@ class Routed:
             own = sums[side].mean() if len(rows) else None
             h = shrink(own, self.average[side], part_own, k)
             del own, sums
-            found += self.handle(of_side, h, note(len(rows), part_own))
+            found += self.receiver.take(of_side, h, note(len(rows), part_own))
         return found
 
 

@@ -10,7 +10,8 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from trilobite.errors import CalibrationError
 from trilobite.quantize.plan import PlanLine
+from trilobite.quantize.receiver import Record, Records
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -28,10 +30,7 @@ ENTRY = 320
 
 
 class HessianStore:
-    """A folder of Hessians. Thread safe.
-
-    calibration: what they were collected on
-    """
+    """A folder of Hessians: receives them from a run of the model, and gives them back. Thread safe."""
 
     def __init__(self, folder: Path, *, source: str, calibration: Mapping[str, Any] | None) -> None:
         """Open a folder, or begin one.
@@ -42,6 +41,7 @@ class HessianStore:
         self.folder = folder
         self._lock = threading.Lock()
         self._file: _Triangles | None = None
+        self._rows: dict[str, Record] = {}
         path = folder / MANIFEST
         if path.exists():
             found = self._read(path)
@@ -90,15 +90,21 @@ class HessianStore:
         """Whether there is a Hessian for a matrix, or the note that the model never runs it."""
         return name in self._manifest["matrices"]
 
-    def begin(self, block: int | None, lines: Sequence[PlanLine]) -> None:
-        """Open the file of a block; None is what is outside of all blocks."""
+    @contextmanager
+    def block(self, index: int | None, lines: Sequence[PlanLine]) -> Iterator[None]:
+        """Make the file of a block, whole or not at all; None is what is outside of all blocks."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        part = "head" if block is None else f"{block:05d}"
-        self._file = _Triangles(self.folder / f"hessians-{part}.safetensors", room=ENTRY * (len(lines) + 1))
+        part = "head" if index is None else f"{index:05d}"
+        path = self.folder / f"hessians-{part}.safetensors"
+        self._file = _Triangles(path, room=ENTRY * (len(lines) + 1))
+        self._rows.clear()
+        yield
+        self._file.close()
+        self._file = None
+        self._manifest["matrices"] |= {k: {"file": path.name, **row} for k, row in self._rows.items()}
+        self._save()
 
-    def put(
-        self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]
-    ) -> list[tuple[PlanLine, dict[str, Any]]]:
+    def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
         """Keep the Hessian that some lines share. hessian: [K, K] fp32."""
         data = _triangle(hessian.cpu())
         with self._lock:
@@ -107,13 +113,9 @@ class HessianStore:
         row = {"tensor": lines[0].matrix.name, **note}
         return [(line, row) for line in lines]
 
-    def end(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """A block is complete. rows: what `put` returned, by matrix."""
-        assert self._file is not None
-        self._file.close()
-        name, self._file = self._file.path.name, None
-        self._manifest["matrices"] |= {k: {"file": name, **row} for k, row in rows.items()}
-        self._save()
+    def done(self, line: PlanLine, record: Record) -> None:
+        """Remember where the Hessian of a line is."""
+        self._rows[line.matrix.name] = record
 
     def unseen(self, names: Sequence[str]) -> None:
         """Note matrices that the model never runs."""
