@@ -412,6 +412,8 @@ def test_without_hessians_and_with_kept_ones(
         run(mixtral, tmp_path / "kept", kept, "quip2")
         run(mixtral, tmp_path / "direct", ground, "quip2")
         assert digests(tmp_path / "kept") == digests(tmp_path / "direct")
+        run(mixtral, tmp_path / "taken", tuning(text, propagate=propagate, hessians=tmp_path / "h"), "quip2")
+        assert digests(tmp_path / "taken") == digests(tmp_path / "direct")
 
 
 def test_a_whole_model_that_does_not_fit_is_recomputed(

@@ -21,7 +21,7 @@ from trilobite.recipe import LatticeFormat, Recipe, needs_calibration
 class Calibrator:
     """One calibration of one checkpoint.
 
-    windows: what the model runs on, or None with a finished folder of Hessians
+    windows: what the model runs on; None where it need not, with a finished folder of Hessians and no fine-tuning
     store: the folder of Hessians, where one is asked for    identity: what interrupted runs must have in common
     """
 
@@ -41,7 +41,7 @@ class Calibrator:
             assert self.windows is not None
             make_course(len(self.windows.ids), BATCH, 0)
             self.identity["finetune"] = calibration.finetune
-        if calibration.hessians:
+        elif calibration.hessians:
             self.windows = None
         self._model: BlockModel | None = None
 
@@ -51,11 +51,11 @@ class Calibrator:
             self._model = BlockModel(source, matrices, device)
 
     def collect(self, lines: Sequence[PlanLine], run: Run) -> None:
-        """Fill the folder of Hessians with what it lacks for these lines."""
-        assert self.store is not None
-        if self.windows is None:
-            return
+        """Fill the folder of Hessians with what it lacks for these lines; one that is only taken from stays as it is."""
         store = self.store
+        assert store is not None
+        if not self.calibration.save:
+            return
         places, unseen = self._places([line for line in lines if line.matrix.name not in store])
         if unseen:
             store.unseen([line.matrix.name for line in unseen])
