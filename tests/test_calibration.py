@@ -34,11 +34,13 @@ from trilobite.quantize import calibration_experts, calibration_loop
 from trilobite.quantize import work as work_module
 from trilobite.quantize.calibration import Calibration, draw_windows
 from trilobite.quantize.calibration_experts import Routed
-from trilobite.quantize.calibration_model import BlockModel, Watch, expert_matrix, same_inputs
+from trilobite.quantize.calibration_model import BlockModel
 from trilobite.quantize.calibration_store import HessianStore
+from trilobite.quantize.calibration_watch import Watch, same_inputs
 from trilobite.quantize.compress import Result, compress
 from trilobite.quantize.options import Options
 from trilobite.quantize.report import scarce
+from trilobite.quantize.stacked_experts import expert_matrix
 from trilobite.recipe import BODY_ROLES, HEAD_RULE, PRESETS, Recipe, Role, load_recipe, needs_calibration
 
 DECODERS = [name for name in TINY_CONFIGS if name not in SEQ2SEQ]
@@ -319,10 +321,18 @@ def test_blocks_have_the_checkpoints_weights(model_type: str, spoil: Any, tmp_pa
             if place is None or model.block_of(place) != i:
                 continue
             module = model.module(place.module)
-            w = module.weight if place.expert is None else expert_matrix(module, place)
+            w = (
+                module.weight
+                if place.expert is None
+                else expert_matrix(module, place.expert, place.projection)
+            )
             assert torch.equal(w.float(), read_matrix(source, m).float()), m.name
             model.put(place, w.detach().float() + 1)
-            again = module.weight if place.expert is None else expert_matrix(module, place)
+            again = (
+                module.weight
+                if place.expert is None
+                else expert_matrix(module, place.expert, place.projection)
+            )
             assert torch.equal(
                 again.detach().float(), (read_matrix(source, m).float() + 1).bfloat16().float()
             )

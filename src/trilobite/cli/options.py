@@ -107,7 +107,9 @@ SaveHessiansOption = Annotated[
 HessiansOption = Annotated[
     Path | None,
     typer.Option(
-        "--hessians", help="Take Hessians from this folder: the model is not run.", metavar="FOLDER"
+        "--hessians",
+        help="Take Hessians from this folder: the model is run for --finetune only.",
+        metavar="FOLDER",
     ),
 ]
 FinetuneOption = Annotated[

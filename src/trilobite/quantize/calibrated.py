@@ -10,8 +10,9 @@ from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, RecipeError
 from trilobite.quantize.calibration import FINETUNES, PROPAGATIONS, Calibration, Windows, draw_windows
 from trilobite.quantize.calibration_loop import Loop, Run
-from trilobite.quantize.calibration_model import BlockModel, Place
+from trilobite.quantize.calibration_model import BlockModel
 from trilobite.quantize.calibration_store import HessianStore
+from trilobite.quantize.calibration_weights import Place
 from trilobite.quantize.finetune import BATCH, Tuner, make_course
 from trilobite.quantize.plan import PlanLine
 from trilobite.quantize.receiver import Packed, PackingReceiver, Receiver

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trilobite.quantize.calibration_model import BlockModel, intermediate
+from trilobite.quantize.calibration_model import BlockModel
 from trilobite.quantize.hessian import ENOUGH, check, share, shrink
 from trilobite.quantize.plan import PlanLine
 from trilobite.quantize.receiver import Receiver, Record, Records
+from trilobite.quantize.stacked_experts import intermediate
 
 ROWS = 4096
 """Tokens of an expert that are multiplied at a time."""

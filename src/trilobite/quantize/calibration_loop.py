@@ -26,11 +26,14 @@ from torch import Tensor
 from trilobite.errors import DestinationError
 from trilobite.quantize.calibration import Calibration
 from trilobite.quantize.calibration_experts import Routed, Sum, note
-from trilobite.quantize.calibration_model import BlockModel, Place, Watch, check_experts, same_inputs
+from trilobite.quantize.calibration_model import BlockModel
+from trilobite.quantize.calibration_watch import Watch, same_inputs
+from trilobite.quantize.calibration_weights import Place
 from trilobite.quantize.finetune import Tuner
 from trilobite.quantize.hessian import share, shrink
 from trilobite.quantize.plan import PlanLine, Progress
 from trilobite.quantize.receiver import Packed, Receiver, Records
+from trilobite.quantize.stacked_experts import check_experts
 from trilobite.quantize.threads import Piece, results, thread_pool
 
 BATCH = 4096

@@ -19,15 +19,11 @@ from trilobite.checkpoint.source import DTYPES
 from trilobite.errors import CalibrationError
 from trilobite.formats.incoherence import Spin
 from trilobite.formats.weight import PackedWeight, decode_factor, dequantize, rotated, spins, unrotated
-from trilobite.quantize.calibration_model import (
-    BlockModel,
-    Place,
-    check_experts,
-    expert_matrix,
-    stacked_experts,
-)
+from trilobite.quantize.calibration_model import BlockModel
+from trilobite.quantize.calibration_weights import Place
 from trilobite.quantize.finetune_store import WHOLE, TunedStore, part_name
 from trilobite.quantize.plan import PlanLine, Progress, packed_weight
+from trilobite.quantize.stacked_experts import check_experts, expert_matrix, stacked_experts
 from trilobite.recipe import LatticeFormat, Role
 
 RATE, SIGNS_RATE = 5e-5, 5e-4
@@ -159,7 +155,7 @@ class Part:
                     place = Place(module=path, expert=e, projection=projection)
                     own = self._packed.get(place)
                     if own is None:
-                        own = expert_matrix(experts, place).detach().float().clone()
+                        own = expert_matrix(experts, e, projection).detach().float().clone()
                     matrices[e, projection] = own
             found[path] = matrices
         return found
