@@ -24,7 +24,8 @@ from trilobite.quantize import calibration_loop, finetune
 from trilobite.quantize.calibration import Calibration
 from trilobite.quantize.calibration_model import BlockModel
 from trilobite.quantize.compress import prepare
-from trilobite.quantize.finetune import Course, Part, make_course, train
+from trilobite.quantize.finetune import Course, make_course, train
+from trilobite.quantize.finetune_part import Part
 from trilobite.quantize.finetune_store import TunedStore
 from trilobite.quantize.line import pack_line
 from trilobite.quantize.matrix import quantize
