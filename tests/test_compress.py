@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trilobite.checkpoint import packed as packed_module
-from trilobite.checkpoint.packed import PARTIAL, REPORT, PackedWriter, Unit, read_report
+from trilobite.checkpoint.layout import StoredTensor, Unit
+from trilobite.checkpoint.packed import PARTIAL, REPORT, PackedWriter, read_report
 from trilobite.checkpoint.roles import read_matrix
 from trilobite.checkpoint.source import open_source
 from trilobite.errors import (
@@ -278,9 +279,9 @@ def test_killed_while_the_files_move_up(
             raise PlugPulled
         original(path, data)
 
-    original = packed_module._replace
+    original = packed_module.write_whole
     with monkeypatch.context() as patch:
-        patch.setattr(packed_module, "_replace", selective)
+        patch.setattr(packed_module, "write_whole", selective)
         if step == "shards":
             real = os.replace
             patch.setattr(
@@ -460,7 +461,7 @@ def test_pieces_of_a_write_are_put_together(tmp_path: Path, monkeypatch: pytest.
     """A disk that takes ten bytes at a time."""
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda handle, data, at: real(handle, data[:10], at))
-    unit = Unit(name="a", tensors=(("a_packed", "U8", (7, 9), 63),), block="a")
+    unit = Unit(name="a", tensors=(StoredTensor(name="a_packed", dtype="U8", shape=(7, 9)),), block="a")
     data = torch.arange(63, dtype=torch.uint8).view(7, 9)
     with PackedWriter(tmp_path / "dst", [unit], {}) as writer:
         writer.write(unit, [data], {})

@@ -358,7 +358,7 @@ def test_killed_while_tuned_values_move_to_their_places(
     """Half of them are in the packed files when the plug is pulled; a damaged file of them is made again."""
     import trilobite.checkpoint.packed as packed
 
-    dst, real = tmp_path / "dst", packed._pwrite
+    dst, real = tmp_path / "dst", packed.write_at
     moving: list[int] = []
 
     def pwrite(*args: Any) -> None:
@@ -373,7 +373,7 @@ def test_killed_while_tuned_values_move_to_their_places(
         real(self, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packed, "_pwrite", pwrite)
+        patch.setattr(packed, "write_at", pwrite)
         patch.setattr(PackedWriter, "rewrite", rewrite)
         with pytest.raises(PlugPulled):
             run(mixtral, dst, tuning(text, "full"), "quip2")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trilobite.checkpoint.packed import PARTIAL, PackedWriter, Unit
+from trilobite.checkpoint.layout import Unit
+from trilobite.checkpoint.packed import PARTIAL, PackedWriter
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.errors import RecipeError
@@ -134,10 +135,7 @@ def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration |
 
 def _unit(line: PlanLine) -> Unit:
     m = line.matrix
-    block = f"{m.layer}.experts" if m.expert is not None else m.name
-    return Unit(
-        name=m.name, tensors=tuple((t.name, t.dtype, t.shape, t.nbytes) for t in line.stored), block=block
-    )
+    return Unit(name=m.name, tensors=line.stored, block=m.name if m.expert is None else f"{m.layer}.experts")
 
 
 def _finish_lines(work: Work, calibrator: "Calibrator | None") -> tuple[int, TunedStore]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite.checkpoint.layout import StoredTensor
 from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.errors import RecipeError, ShapeError
@@ -34,20 +35,6 @@ Progress = Callable[[str, int, int], None]
 """(what, done, total) of a long step."""
 
 GROUPS = (128, 64, 32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """One tensor of the packed checkpoint. dtype: safetensors' name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

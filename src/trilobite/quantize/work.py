@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from trilobite.checkpoint.packed import PackedWriter, Unit
+from trilobite.checkpoint.layout import Unit
+from trilobite.checkpoint.packed import PackedWriter
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.quantize.calibration_store import HessianStore
 from trilobite.quantize.line import KnownHessian, pack_line
