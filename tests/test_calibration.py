@@ -1,6 +1,8 @@
 """Hessians against hooks on the whole model; runs that are killed; texts, folders and models that do not fit."""
 
+import errno
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator, Mapping
@@ -30,7 +32,7 @@ from trilobite.errors import (
     TrilobiteError,
 )
 from trilobite.models.names import memory_names
-from trilobite.quantize import calibration_experts, calibration_loop
+from trilobite.quantize import calibration_experts, calibration_loop, calibration_store
 from trilobite.quantize import work as work_module
 from trilobite.quantize.calibration import Calibration, draw_windows
 from trilobite.quantize.calibration_experts import Routed
@@ -465,6 +467,27 @@ def test_collecting_is_resumed_block_by_block(
     assert (tmp_path / "h" / "hessians-00000.safetensors").stat().st_mtime_ns == first
     run(mixtral, tmp_path / "whole", replace(ground, save=None))
     assert digests(tmp_path / "dst") == digests(tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_written_to(
+    mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground = calibration(text, propagate="original", save=tmp_path / "h")
+    real, count = calibration_store._Triangles.append, []
+
+    def append(self: Any, *args: Any) -> None:
+        count.append(1)
+        if len(count) > 15:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration_store._Triangles, "append", append)
+        with pytest.raises(DestinationError, match=r"h: the disk is full.*the same command again"):
+            run(mixtral, tmp_path / "dst", ground)
+    run(mixtral, tmp_path / "dst", ground)
+    with pytest.raises(DestinationError, match="cannot write"):
+        run(mixtral, tmp_path / "other", replace(ground, save=text / "h"))
 
 
 def test_hessians_that_do_not_fit(mixtral: Path, copy: Path, text: Path, tmp_path: Path) -> None:

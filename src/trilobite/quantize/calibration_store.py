@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trilobite.checkpoint.files import explained, write_whole
 from trilobite.errors import CalibrationError
 from trilobite.quantize.plan import PlanLine
 from trilobite.quantize.receiver import Record, Records
@@ -92,22 +93,26 @@ class HessianStore:
 
     @contextmanager
     def block(self, index: int | None, lines: Sequence[PlanLine]) -> Iterator[None]:
-        """Make the file of a block, whole or not at all; None is what is outside of all blocks."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Make the file of a block, whole or not at all; None is what is outside of all blocks.
+
+        Raises DestinationError, as all that writes here, when the disk is full or the folder cannot be written to.
+        """
         part = "head" if index is None else f"{index:05d}"
         path = self.folder / f"hessians-{part}.safetensors"
-        self._file = _Triangles(path, room=ENTRY * (len(lines) + 1))
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = _Triangles(path, room=ENTRY * (len(lines) + 1))
         self._rows.clear()
         yield
-        self._file.close()
+        with explained(self.folder):
+            self._file.close()
         self._file = None
-        self._manifest["matrices"] |= {k: {"file": path.name, **row} for k, row in self._rows.items()}
-        self._save()
+        self._note({name: {"file": path.name, **row} for name, row in self._rows.items()})
 
     def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
         """Keep the Hessian that some lines share. hessian: [K, K] fp32."""
         data = _triangle(hessian.cpu())
-        with self._lock:
+        with explained(self.folder), self._lock:
             assert self._file is not None
             self._file.append(lines[0].matrix.name, data)
         row = {"tensor": lines[0].matrix.name, **note}
@@ -119,14 +124,14 @@ class HessianStore:
 
     def unseen(self, names: Sequence[str]) -> None:
         """Note matrices that the model never runs."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._manifest["matrices"] |= {name: {"tokens": 0} for name in names}
-        self._save()
+        self._note({name: {"tokens": 0} for name in names})
 
-    def _save(self) -> None:
-        temporary = self.folder / f".{MANIFEST}.tmp"
-        temporary.write_text(json.dumps(self._manifest, indent=1) + "\n")
-        os.replace(temporary, self.folder / MANIFEST)
+    def _note(self, rows: Mapping[str, Record]) -> None:
+        """Add matrices to the manifest."""
+        self._manifest["matrices"] |= rows
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / MANIFEST, (json.dumps(self._manifest, indent=1) + "\n").encode())
 
     def get(self, name: str, k: int) -> tuple[Tensor, dict[str, Any]]:
         """The Hessian [K, K] fp32 of a matrix, and its note. Raises CalibrationError when it is not there."""
