@@ -114,12 +114,11 @@ def compress(
     with PackedWriter(dst, list(units.values()), identity) as writer:
         keep_ranks(writer, plan)
         work = Work(source=source, plan=plan, writer=writer, units=units, options=options, device=device)
-        fresh, tuned = _finish_lines(work, calibrator)
+        fresh, tuned = _pack(work, calibrator)
         name = Path(src).name if Path(src).exists() else src
+        report = packed_report(name, plan, identity, writer.done, tuned.records)
         writer.finish(
-            config=packed_config(source, recipe.name),
-            report=packed_report(name, plan, identity, writer.done, tuned.records),
-            companions=source.companions(),
+            config=packed_config(source, recipe.name), report=report, companions=source.companions()
         )
     return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=fresh)
 
@@ -138,7 +137,7 @@ def _unit(line: PlanLine) -> Unit:
     return Unit(name=m.name, tensors=line.stored, block=m.name if m.expert is None else f"{m.layer}.experts")
 
 
-def _finish_lines(work: Work, calibrator: "Calibrator | None") -> tuple[int, TunedStore]:
+def _pack(work: Work, calibrator: "Calibrator | None") -> tuple[int, TunedStore]:
     """Pack all lines that no earlier run packed; returns how many there were, and what fine-tuning found."""
     lines, done = work.plan.lines, work.writer.done
     todo = [line for line in lines if line.matrix.name not in done]
