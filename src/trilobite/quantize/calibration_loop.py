@@ -25,12 +25,12 @@ from torch import Tensor
 
 from trilobite.errors import DestinationError
 from trilobite.quantize.calibration import Calibration
-from trilobite.quantize.calibration_experts import Routed, Sum, note
+from trilobite.quantize.calibration_experts import Routed
 from trilobite.quantize.calibration_model import BlockModel
 from trilobite.quantize.calibration_watch import Watch, same_inputs
 from trilobite.quantize.calibration_weights import Place
 from trilobite.quantize.finetune import Tuner
-from trilobite.quantize.hessian import share, shrink
+from trilobite.quantize.hessian import HessianSum, hessian_note, share, shrink
 from trilobite.quantize.plan import PlanLine, Progress
 from trilobite.quantize.receiver import Packed, Receiver, Records
 from trilobite.quantize.stacked_experts import check_experts
@@ -240,19 +240,19 @@ class _Step:
         """Hand out the Hessian of what is outside of the blocks: the output head."""
         model = self.loop.model
         model.load("")
-        total = Sum()
+        total = HessianSum()
         for rows in self.batches:
             hidden = self.hidden[rows].to(model.device)
             total.add(model.head_input(self.loop.ids[rows], hidden).flatten(0, -2))
-        work = partial(self.loop.receiver.take, list(lines), total.mean(), {"tokens": total.tokens})
+        work = partial(self.loop.receiver.take, list(lines), total.mean(), hessian_note(total.tokens, 1))
         self._hand_out([work], 1)
         model.drop("")
 
     def _watched(
         self, block: str, watch: Watch, routed: Mapping[str, Routed], *, advance: bool
-    ) -> tuple[dict[str, Sum], dict[str, str]]:
+    ) -> tuple[dict[str, HessianSum], dict[str, str]]:
         """Run the block on all windows; returns the sums by first linear, and the first linear of each linear."""
-        sums: dict[str, Sum] = {}
+        sums: dict[str, HessianSum] = {}
         leaders: dict[str, str] = {}
 
         def run(rows: slice) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
@@ -270,7 +270,7 @@ class _Step:
         for group in self._groups(first=1):
             found = list(self.pool.map(run, group))
             for name in found[0][0]:
-                sums.setdefault(name, Sum())
+                sums.setdefault(name, HessianSum())
             list(self.pool.map(partial(_add_all, found), sums.items()))
             for rows, (_, seen) in zip(group, found, strict=True):
                 for path, (states, index) in seen.items():
@@ -290,7 +290,10 @@ class _Step:
             at, size = at + size, self.loop.run.jobs
 
     def _linear_work(
-        self, linears: Mapping[str, list[PlanLine]], sums: Mapping[str, Sum], leaders: Mapping[str, str]
+        self,
+        linears: Mapping[str, list[PlanLine]],
+        sums: Mapping[str, HessianSum],
+        leaders: Mapping[str, str],
     ) -> Iterator[Callable[[], Records]]:
         """One piece of work for the lines that share an input. A linear that never ran counts as having seen nothing."""
         shared: dict[str, list[PlanLine]] = {}
@@ -302,7 +305,7 @@ class _Step:
             tokens = seen.tokens if seen else 0
             part = share(tokens, k)
             h = shrink(seen.mean() if seen else None, None, part, k)
-            yield partial(self.loop.receiver.take, lines, h, note(tokens, part))
+            yield partial(self.loop.receiver.take, lines, h, hessian_note(tokens, part))
 
     def _hand_out(self, work: Iterable[Callable[[], Records]], jobs: int) -> None:
         """Do pieces of work, at most `jobs` at a time."""
@@ -317,7 +320,7 @@ class _Step:
             self.loop.run.progress("calibrate", self.passed, self.total)
 
 
-def _add_all(found: Sequence[tuple[Mapping[str, Tensor], Any]], item: tuple[str, Sum]) -> None:
+def _add_all(found: Sequence[tuple[Mapping[str, Tensor], Any]], item: tuple[str, HessianSum]) -> None:
     """Add one linear's inputs of several batches, in their order."""
     name, total = item
     for inputs, _ in found:

@@ -11,8 +11,7 @@ from trilobite.errors import ArchitectureError
 
 def expert_matrix(experts: nn.Module, expert: int, projection: str | None) -> Tensor:
     """One expert's matrix [N, K], a view of a stacked parameter. projection: gate, up or down."""
-    gated = isinstance(getattr(experts, "gate_up_proj", None), Tensor)
-    name = "down_proj" if projection == "down" else "gate_up_proj" if gated else "up_proj"
+    name = "down_proj" if projection == "down" else _first(experts)
     stacked = getattr(experts, name)[expert]
     w: Tensor = stacked.mT if getattr(experts, "is_transposed", False) else stacked
     if name != "gate_up_proj":
@@ -38,9 +37,16 @@ def stacked_experts(experts: Any, matrices: Mapping[tuple[int, str], Tensor]) ->
             found = torch.stack([torch.stack(row, 1).flatten(0, 1) for row in rows])
         return found.mT if getattr(experts, "is_transposed", False) else found
 
-    gated = isinstance(getattr(experts, "gate_up_proj", None), Tensor)
-    first = {"gate_up_proj": stack("gate", "up")} if gated else {"up_proj": stack("up")}
-    return first | {"down_proj": stack("down")}
+    first = _first(experts)
+    return {
+        first: stack("gate", "up") if first == "gate_up_proj" else stack("up"),
+        "down_proj": stack("down"),
+    }
+
+
+def _first(experts: nn.Module) -> str:
+    """Name of the parameter that the inputs meet first: gate and up, or up alone."""
+    return "gate_up_proj" if isinstance(getattr(experts, "gate_up_proj", None), Tensor) else "up_proj"
 
 
 def check_experts(experts: nn.Module, path: str) -> None:
