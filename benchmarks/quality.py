@@ -42,11 +42,9 @@ from trilobite.errors import DestinationError
 from trilobite.evaluate.frequency import expert_frequency, load_frequency, save_frequency
 from trilobite.evaluate.perplexity import REFERENCE, Score, score, tokenize_file, windows
 from trilobite.formats.weight import PackedWeight, dequantize
-from trilobite.quantize.calibrated import Calibrator
+from trilobite.quantize.calibrated import Calibrator, Run
 from trilobite.quantize.calibration import SAMPLES, Calibration
-from trilobite.quantize.calibration_loop import Run
-from trilobite.quantize.compress import compress, prepare
-from trilobite.quantize.options import Options
+from trilobite.quantize.compress import Options, compress, prepare
 from trilobite.quantize.plan import Plan
 from trilobite.recipe import PRESETS, AnyFormat, Recipe, needs_calibration, parse_format
 from trilobite.runtime.load import load, load_tokenizer, map_tensors
