@@ -1,6 +1,8 @@
 """Hessians against hooks on the whole model; runs that are killed; texts, folders and models that do not fit."""
 
+import errno
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator, Mapping
@@ -30,14 +32,17 @@ from trilobite.errors import (
     TrilobiteError,
 )
 from trilobite.models.names import memory_names
-from trilobite.quantize import calibration_experts, calibration_loop
-from trilobite.quantize import compress as compress_module
+from trilobite.quantize import calibration_experts, calibration_loop, calibration_store
+from trilobite.quantize import work as work_module
 from trilobite.quantize.calibration import Calibration, draw_windows
 from trilobite.quantize.calibration_experts import Routed
-from trilobite.quantize.calibration_model import BlockModel, Watch, expert_matrix, same_inputs
+from trilobite.quantize.calibration_model import BlockModel
 from trilobite.quantize.calibration_store import HessianStore
-from trilobite.quantize.compress import Options, Result, compress
+from trilobite.quantize.calibration_watch import Watch, same_inputs
+from trilobite.quantize.compress import Result, compress
+from trilobite.quantize.options import Options
 from trilobite.quantize.report import scarce
+from trilobite.quantize.stacked_experts import expert_matrix
 from trilobite.recipe import BODY_ROLES, HEAD_RULE, PRESETS, Recipe, Role, load_recipe, needs_calibration
 
 DECODERS = [name for name in TINY_CONFIGS if name not in SEQ2SEQ]
@@ -205,14 +210,14 @@ def test_encoder_decoders_are_refused(model_type: str, text: Path, tmp_path: Pat
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """Hessians as they reach the quantizer."""
     found: dict[str, Tensor] = {}
-    real = compress_module._process
+    real = work_module.pack_line
 
     def process(source: Any, line: Any, recipe: Any, device: Any, known: Any = None) -> Any:
         if known is not None:
             found[line.matrix.name] = known[0].clone()
         return real(source, line, recipe, device, known)
 
-    monkeypatch.setattr(compress_module, "_process", process)
+    monkeypatch.setattr(work_module, "pack_line", process)
     return found
 
 
@@ -318,10 +323,18 @@ def test_blocks_have_the_checkpoints_weights(model_type: str, spoil: Any, tmp_pa
             if place is None or model.block_of(place) != i:
                 continue
             module = model.module(place.module)
-            w = module.weight if place.expert is None else expert_matrix(module, place)
+            w = (
+                module.weight
+                if place.expert is None
+                else expert_matrix(module, place.expert, place.projection)
+            )
             assert torch.equal(w.float(), read_matrix(source, m).float()), m.name
             model.put(place, w.detach().float() + 1)
-            again = module.weight if place.expert is None else expert_matrix(module, place)
+            again = (
+                module.weight
+                if place.expert is None
+                else expert_matrix(module, place.expert, place.projection)
+            )
             assert torch.equal(
                 again.detach().float(), (read_matrix(source, m).float() + 1).bfloat16().float()
             )
@@ -437,16 +450,16 @@ def test_collecting_is_resumed_block_by_block(
     mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ground = calibration(text, propagate="original", save=tmp_path / "h")
-    real, count = HessianStore.put, []
+    real, count = HessianStore.take, []
 
-    def put(self: HessianStore, *args: Any) -> Any:
+    def take(self: HessianStore, *args: Any) -> Any:
         count.append(1)
         if len(count) == 15:
             raise PlugPulled
         return real(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HessianStore, "put", put)
+        patch.setattr(HessianStore, "take", take)
         with pytest.raises(PlugPulled):
             run(mixtral, tmp_path / "dst", ground)
     first = (tmp_path / "h" / "hessians-00000.safetensors").stat().st_mtime_ns
@@ -454,6 +467,27 @@ def test_collecting_is_resumed_block_by_block(
     assert (tmp_path / "h" / "hessians-00000.safetensors").stat().st_mtime_ns == first
     run(mixtral, tmp_path / "whole", replace(ground, save=None))
     assert digests(tmp_path / "dst") == digests(tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_written_to(
+    mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground = calibration(text, propagate="original", save=tmp_path / "h")
+    real, count = calibration_store._Triangles.append, []
+
+    def append(self: Any, *args: Any) -> None:
+        count.append(1)
+        if len(count) > 15:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration_store._Triangles, "append", append)
+        with pytest.raises(DestinationError, match=r"h: the disk is full.*the same command again"):
+            run(mixtral, tmp_path / "dst", ground)
+    run(mixtral, tmp_path / "dst", ground)
+    with pytest.raises(DestinationError, match="cannot write"):
+        run(mixtral, tmp_path / "other", replace(ground, save=text / "h"))
 
 
 def test_hessians_that_do_not_fit(mixtral: Path, copy: Path, text: Path, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from trilobite import cli
 from trilobite.cli import console
 from trilobite.errors import EvaluationError
 from trilobite.kernels import cpu
-from trilobite.quantize import compress as loop
+from trilobite.quantize import line as line_module
+from trilobite.quantize.compress import compress
 from trilobite.recipe import PRESETS, load_recipe
 from trilobite.runtime.generate import Chat
 from trilobite.runtime.load import load_tokenizer
@@ -85,7 +86,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed(original: Path) -> Path:
     path = original.parent / "packed"
-    loop.compress(str(original), path, load_recipe("rtn3"))
+    compress(str(original), path, load_recipe("rtn3"))
     return path
 
 
@@ -137,7 +138,7 @@ def test_ctrl_c_says_how_far_it_came_and_the_same_command_continues(
     run: Run, original: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
-    quantize_line = loop.quantize_line
+    quantize_line = line_module.quantize_line
 
     def interrupt(*args: Any) -> Any:
         nonlocal calls
@@ -148,7 +149,7 @@ def test_ctrl_c_says_how_far_it_came_and_the_same_command_continues(
 
     command = ("compress", original, tmp_path / "out", "-r", "rtn3", "--jobs", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "quantize_line", interrupt)
+        patch.setattr(line_module, "quantize_line", interrupt)
         stopped = run(*command)
     assert stopped.status == console.INTERRUPTED
     done = int(stopped.err.split()[1])

@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trilobite.checkpoint import packed as packed_module
-from trilobite.checkpoint.packed import PARTIAL, REPORT, PackedWriter, Unit, read_report
+from trilobite.checkpoint.layout import StoredTensor, Unit
+from trilobite.checkpoint.packed import PARTIAL, REPORT, PackedWriter, read_report
 from trilobite.checkpoint.roles import read_matrix
 from trilobite.checkpoint.source import open_source
 from trilobite.errors import (
@@ -32,7 +33,8 @@ from trilobite.errors import (
     WeightError,
 )
 from trilobite.formats.weight import PackedWeight, dequantize
-from trilobite.quantize.compress import Options, Result, compress, prepare
+from trilobite.quantize.compress import Result, compress, prepare
+from trilobite.quantize.options import Options
 from trilobite.recipe import Recipe, Role, load_recipe
 
 SERIAL = Options(jobs=1, device="cpu")
@@ -277,9 +279,9 @@ def test_killed_while_the_files_move_up(
             raise PlugPulled
         original(path, data)
 
-    original = packed_module._replace
+    original = packed_module.write_whole
     with monkeypatch.context() as patch:
-        patch.setattr(packed_module, "_replace", selective)
+        patch.setattr(packed_module, "write_whole", selective)
         if step == "shards":
             real = os.replace
             patch.setattr(
@@ -459,7 +461,7 @@ def test_pieces_of_a_write_are_put_together(tmp_path: Path, monkeypatch: pytest.
     """A disk that takes ten bytes at a time."""
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda handle, data, at: real(handle, data[:10], at))
-    unit = Unit(name="a", tensors=(("a_packed", "U8", (7, 9), 63),), block="a")
+    unit = Unit(name="a", tensors=(StoredTensor(name="a_packed", dtype="U8", shape=(7, 9)),), block="a")
     data = torch.arange(63, dtype=torch.uint8).view(7, 9)
     with PackedWriter(tmp_path / "dst", [unit], {}) as writer:
         writer.write(unit, [data], {})
@@ -553,7 +555,8 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from trilobite.quantize.compress import Options, compress
+from trilobite.quantize.compress import compress
+from trilobite.quantize.options import Options
 from trilobite.recipe import load_recipe
 compress(sys.argv[1], Path(sys.argv[2]), load_recipe(sys.argv[3]), options=Options(jobs=2, device="cpu"))
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

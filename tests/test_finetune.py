@@ -23,10 +23,13 @@ from trilobite.formats.weight import dequantize, unrotated, with_real_signs
 from trilobite.quantize import calibration_loop, finetune
 from trilobite.quantize.calibration import Calibration
 from trilobite.quantize.calibration_model import BlockModel
-from trilobite.quantize.compress import Options, _process, prepare
-from trilobite.quantize.finetune import Course, Part, make_course, train
+from trilobite.quantize.compress import prepare
+from trilobite.quantize.finetune import Course, make_course, train
+from trilobite.quantize.finetune_part import Part
 from trilobite.quantize.finetune_store import TunedStore
+from trilobite.quantize.line import pack_line
 from trilobite.quantize.matrix import quantize
+from trilobite.quantize.options import Options
 from trilobite.quantize.plan import Plan, packed_weight
 from trilobite.recipe import LatticeFormat, load_recipe
 
@@ -113,7 +116,7 @@ def packed_block(path: Path, index: int, recipe: str = "quip2-free") -> tuple[Bl
     def read(line: Any) -> list[Tensor]:
         name = line.matrix.name
         if name not in known:
-            known[name] = _process(source, line, plan.recipe, CPU)[0]
+            known[name] = pack_line(source, line, plan.recipe, CPU)[0]
         return known[name]
 
     ids = torch.randint(3, 250, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -355,7 +358,7 @@ def test_killed_while_tuned_values_move_to_their_places(
     """Half of them are in the packed files when the plug is pulled; a damaged file of them is made again."""
     import trilobite.checkpoint.packed as packed
 
-    dst, real = tmp_path / "dst", packed._pwrite
+    dst, real = tmp_path / "dst", packed.write_at
     moving: list[int] = []
 
     def pwrite(*args: Any) -> None:
@@ -370,7 +373,7 @@ def test_killed_while_tuned_values_move_to_their_places(
         real(self, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packed, "_pwrite", pwrite)
+        patch.setattr(packed, "write_at", pwrite)
         patch.setattr(PackedWriter, "rewrite", rewrite)
         with pytest.raises(PlugPulled):
             run(mixtral, dst, tuning(text, "full"), "quip2")
@@ -410,6 +413,8 @@ def test_without_hessians_and_with_kept_ones(
         run(mixtral, tmp_path / "kept", kept, "quip2")
         run(mixtral, tmp_path / "direct", ground, "quip2")
         assert digests(tmp_path / "kept") == digests(tmp_path / "direct")
+        run(mixtral, tmp_path / "taken", tuning(text, propagate=propagate, hessians=tmp_path / "h"), "quip2")
+        assert digests(tmp_path / "taken") == digests(tmp_path / "direct")
 
 
 def test_a_whole_model_that_does_not_fit_is_recomputed(

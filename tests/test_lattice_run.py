@@ -18,9 +18,11 @@ from trilobite.formats.incoherence import store_signs
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import cpu, ops, reference
 from trilobite.kernels.expert_table import Column, build, expert_weight, has_lattice
-from trilobite.quantize.compress import Options, compress, input_name, prepare
+from trilobite.quantize.compress import compress, prepare
 from trilobite.quantize.ldlq import quantize_lattice
+from trilobite.quantize.line import input_name
 from trilobite.quantize.milo import Compensation, milo
+from trilobite.quantize.options import Options
 from trilobite.quantize.report import account
 from trilobite.recipe import LatticeFormat, Recipe, load_recipe, parse_format, recipe_from_dict
 from trilobite.runtime.experts import PackedExperts

@@ -10,9 +10,9 @@ from trilobite.errors import CalibrationError, RecipeError, ShapeError, WeightEr
 from trilobite.formats import lattice
 from trilobite.formats.weight import check, dequantize
 from trilobite.quantize import ldlq
-from trilobite.quantize.compress import quantize_line
 from trilobite.quantize.hessian import weighted_error
 from trilobite.quantize.ldlq import block_ldl, block_ldlq, quantize_lattice, retouch
+from trilobite.quantize.line import quantize_line
 from trilobite.quantize.matrix import quantize, quantize_measured, relative_error
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.plan import PlanLine

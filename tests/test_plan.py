@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.errors import ArchitectureError, RecipeError, ShapeError
-from trilobite.quantize.compress import prepare, quantize_line
+from trilobite.quantize.compress import prepare
+from trilobite.quantize.line import quantize_line
 from trilobite.quantize.plan import Plan, plan_json
 from trilobite.recipe import BODY_ROLES, Format, Recipe, Role, Rule, load_recipe, parse_format
 

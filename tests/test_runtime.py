@@ -24,9 +24,10 @@ from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.integrations.transformers import TrilobiteConfig
 from trilobite.kernels import ops, reference
 from trilobite.kernels.expert_table import DOWN, build, expert_weight
-from trilobite.quantize.compress import Options, compress
+from trilobite.quantize.compress import compress
 from trilobite.quantize.matrix import quantize
 from trilobite.quantize.milo import Compensation, milo
+from trilobite.quantize.options import Options
 from trilobite.recipe import Format, Recipe, Role, load_recipe
 from trilobite.runtime.experts import PackedExperts
 from trilobite.runtime.linear import PackedLinear

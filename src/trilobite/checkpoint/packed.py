@@ -10,22 +10,21 @@ config.json is not a checkpoint, for us and for everybody else.
     DST/.partial/model-*.safetensors
 """
 
-import contextlib
-import errno
 import json
 import os
 import shutil
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trilobite.checkpoint.files import explained, write_at, write_whole
+from trilobite.checkpoint.layout import Shard, StoredTensor, Unit, make_shards
 from trilobite.checkpoint.source import DTYPES
 from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
 
@@ -33,65 +32,8 @@ FORMAT_VERSION = 1
 PARTIAL = ".partial"
 REPORT = "trilobite.json"
 SHARD_BYTES = 5 * 10**9
-ALIGN = 64
 COMMIT_SECONDS = 1.0
 """How much work a kill may cost: finished matrices enter the journal at least this often."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """Tensors that are written together, in file order: (name, safetensors dtype, shape, bytes).
-
-    block: units of one block (the experts of a layer) stay in one file
-    """
-
-    name: str
-    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
-    block: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(t[3] for t in self.tensors)
-
-
-@dataclass
-class _Shard:
-    name: str
-    units: list[Unit] = field(default_factory=list)
-    nbytes: int = 0
-
-    def header(self) -> bytes:
-        """The safetensors header; padded with spaces so that the data starts at a multiple of 64 bytes."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for unit in self.units:
-            for name, dtype, shape, nbytes in unit.tensors:
-                entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-                at += nbytes
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGN)
-        return struct.pack("<Q", len(text)) + text
-
-
-def _shards(units: Sequence[Unit], limit: int) -> list[_Shard]:
-    """Fill files up to `limit` bytes; a block never straddles two files."""
-    blocks: list[list[Unit]] = []
-    for unit in units:
-        if blocks and blocks[-1][0].block == unit.block:
-            blocks[-1].append(unit)
-        else:
-            blocks.append([unit])
-    shards = [_Shard("")]
-    for block in blocks:
-        size = sum(u.nbytes for u in block)
-        if shards[-1].units and shards[-1].nbytes + size > limit:
-            shards.append(_Shard(""))
-        shards[-1].units += block
-        shards[-1].nbytes += size
-    for i, shard in enumerate(shards, 1):
-        shard.name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-    return shards
 
 
 class PackedWriter:
@@ -109,14 +51,14 @@ class PackedWriter:
         written to.
         """
         self.dst, self.work = dst, dst / PARTIAL
-        self._shards = _shards(units, shard_bytes)
+        self._shards = make_shards(units, shard_bytes)
         self._lock = threading.Lock()
         self._writing, self._closed = 0, False
         self._pending: list[dict[str, Any]] = []
         self._committed = time.monotonic()
         self.done: dict[str, dict[str, Any]] = {}
         self._files: dict[str, int] = {}
-        with _explain(dst):
+        with explained(dst):
             _claim(dst, identity)
             self.done = _read_journal(self.work / "journal.jsonl", {u.name for u in units})
             self._check_space(units)
@@ -134,7 +76,7 @@ class PackedWriter:
                 "space and run the same command again: it continues"
             )
 
-    def _open(self, shard: _Shard) -> None:
+    def _open(self, shard: Shard) -> None:
         header = shard.header()
         path = self.work / shard.name
         if not path.exists() and (self.dst / shard.name).exists():
@@ -143,7 +85,7 @@ class PackedWriter:
         self._files[shard.name] = handle
         if os.fstat(handle).st_size != len(header) + shard.nbytes:
             os.ftruncate(handle, len(header) + shard.nbytes)
-        _pwrite(handle, memoryview(header), 0)
+        write_at(handle, memoryview(header), 0)
         at = len(header)
         for unit in shard.units:
             self._place[unit.name] = (shard.name, at)
@@ -169,7 +111,7 @@ class PackedWriter:
             os.close(handle)
         self._files.clear()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _busy(self) -> Iterator[None]:
         """Keep the files open: after a failure elsewhere a thread may still be writing when the writer is left."""
         with self._lock:
@@ -190,12 +132,11 @@ class PackedWriter:
         Raises DestinationError when the disk is full; everything committed so far stays.
         """
         shard, at = self._place[unit.name]
-        with _explain(self.dst), self._busy():
-            for (name, _, shape, nbytes), tensor in zip(unit.tensors, tensors, strict=True):
-                assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} is not {shape}"
-                assert tensor.nbytes == nbytes, f"{name}: {tensor.nbytes} bytes, planned were {nbytes}"
-                _pwrite(self._files[shard], _bytes(tensor), at)
-                at += nbytes
+        with explained(self.dst), self._busy():
+            for planned, tensor in zip(unit.tensors, tensors, strict=True):
+                _check(planned, tensor)
+                write_at(self._files[shard], _bytes(tensor), at)
+                at += planned.nbytes
             with self._lock:
                 if self._closed:
                     return
@@ -209,11 +150,11 @@ class PackedWriter:
         """The tensors of a finished unit, in its order, as they are on disk."""
         shard, at = self._place[unit.name]
         found = []
-        with _explain(self.dst), self._busy():
-            for _, dtype, shape, nbytes in unit.tensors:
-                data = bytearray(os.pread(self._files[shard], nbytes, at))
-                found.append(torch.frombuffer(data, dtype=DTYPES[dtype]).view(shape))
-                at += nbytes
+        with explained(self.dst), self._busy():
+            for planned in unit.tensors:
+                data = bytearray(os.pread(self._files[shard], planned.nbytes, at))
+                found.append(torch.frombuffer(data, dtype=DTYPES[planned.dtype]).view(planned.shape))
+                at += planned.nbytes
         return found
 
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
@@ -221,27 +162,26 @@ class PackedWriter:
 
         Not journaled: a caller that is killed has to be able to do it again.
         """
-        with _explain(self.dst), self._busy():
+        with explained(self.dst), self._busy():
             for shard in self._shards:
                 for unit in shard.units:
                     at = self._place[unit.name][1]
-                    for name, _, shape, nbytes in unit.tensors:
-                        if name in tensors:
-                            assert tuple(tensors[name].shape) == shape, name
-                            assert tensors[name].nbytes == nbytes, name
-                            _pwrite(self._files[shard.name], _bytes(tensors[name]), at)
-                        at += nbytes
+                    for planned in unit.tensors:
+                        if (tensor := tensors.get(planned.name)) is not None:
+                            _check(planned, tensor)
+                            write_at(self._files[shard.name], _bytes(tensor), at)
+                        at += planned.nbytes
             for handle in self._files.values():
                 os.fdatasync(handle)
 
     def note(self, name: str, data: str | bytes) -> None:
         """Leave a small file for a later run of the same identity, whole or not at all. Raises DestinationError."""
-        with _explain(self.dst):
-            _replace(self.work / name, data if isinstance(data, bytes) else data.encode())
+        with explained(self.dst):
+            write_whole(self.work / name, data if isinstance(data, bytes) else data.encode())
 
     def commit(self) -> None:
         """Make everything written so far survive a kill."""
-        with _explain(self.dst), self._lock:
+        with explained(self.dst), self._lock:
             self._commit()
 
     def _commit(self) -> None:
@@ -260,19 +200,19 @@ class PackedWriter:
         missing = [u.name for s in self._shards for u in s.units if u.name not in self.done]
         assert not missing, f"{len(missing)} units are missing, first {missing[0]}"
         self.commit()
-        with _explain(self.dst):
+        with explained(self.dst):
             for companion in companions:
-                _replace(self.dst / companion.name, companion.read_bytes())
+                write_whole(self.dst / companion.name, companion.read_bytes())
             for shard in self._shards:
                 if (self.work / shard.name).exists():
                     os.replace(self.work / shard.name, self.dst / shard.name)
-            _replace(self.dst / "model.safetensors.index.json", _json(self._index()))
-            _replace(self.dst / REPORT, report.encode())
-            _replace(self.dst / "config.json", _json(config))
+            write_whole(self.dst / "model.safetensors.index.json", _json(self._index()))
+            write_whole(self.dst / REPORT, report.encode())
+            write_whole(self.dst / "config.json", _json(config))
             shutil.rmtree(self.work)
 
     def _index(self) -> dict[str, Any]:
-        names = {t[0]: s.name for s in self._shards for u in s.units for t in u.tensors}
+        names = {t.name: s.name for s in self._shards for u in s.units for t in u.tensors}
         total = sum(s.nbytes for s in self._shards)
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
 
@@ -294,7 +234,7 @@ def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
     if dst.exists() and any(p.name != PARTIAL for p in dst.iterdir()):
         raise DestinationError(f"{dst}: is not empty and holds no unfinished run; choose another destination")
     record.parent.mkdir(parents=True, exist_ok=True)
-    _replace(record, _json(identity))
+    write_whole(record, _json(identity))
 
 
 def _read_journal(path: Path, known: set[str]) -> dict[str, dict[str, Any]]:
@@ -316,41 +256,20 @@ def _read_journal(path: Path, known: set[str]) -> dict[str, dict[str, Any]]:
     return done
 
 
+def _check(planned: StoredTensor, tensor: Tensor) -> None:
+    assert tuple(tensor.shape) == planned.shape, (
+        f"{planned.name}: {tuple(tensor.shape)} is not {planned.shape}"
+    )
+    assert tensor.nbytes == planned.nbytes, f"{planned.name}: {tensor.nbytes} bytes, not {planned.nbytes}"
+
+
 def _bytes(tensor: Tensor) -> memoryview:
     flat = tensor.contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
-def _pwrite(handle: int, data: memoryview, at: int) -> None:
-    while data:
-        written = os.pwrite(handle, data[: 1 << 28], at)
-        data, at = data[written:], at + written
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a small file so that it is either absent or whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
 def _json(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(data, indent=2) + "\n").encode()
-
-
-@contextlib.contextmanager
-def _explain(dst: Path) -> Iterator[None]:
-    """Turn errors of the operating system into one line that says what survives."""
-    try:
-        yield
-    except DestinationError:
-        raise
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DestinationError(
-                f"{dst}: the disk is full; nothing is lost: free some space and run the same command again"
-            ) from e
-        raise DestinationError(f"{dst}: cannot write: {e.strerror or e}; choose another destination") from e
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -358,10 +277,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError when it is absent or unreadable, FormatVersionError for a version we do not read.
     """
-    if (path / PARTIAL).exists() and not (path / "config.json").exists():
-        raise CheckpointError(
-            f"{path}: an unfinished run; run the same `trilobite compress` again to finish it"
-        )
+    check_finished(path)
     try:
         report = json.loads((path / REPORT).read_bytes())
     except FileNotFoundError:

@@ -136,7 +136,8 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
     from trilobite.checkpoint.summary import bytes_on_disk
     from trilobite.quantize.report import report, scarce, slowest
 
-    made = report(read_report(dst)["tensors"], bytes_on_disk=bytes_on_disk(dst))
+    tensors = read_report(dst)["tensors"]
+    made = report(tensors, bytes_on_disk=bytes_on_disk(dst))
     slow = slowest(result.records)
     if json:
         extra: dict[str, Any] = {
@@ -144,7 +145,7 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
             "recipe": result.plan.recipe.name,
             "rank": result.plan.rank,
         }
-        if few := scarce(read_report(dst)["tensors"]):
+        if few := scarce(tensors):
             extra["few_tokens"] = [
                 dict(zip(("module", "matrices", "tokens", "own"), r, strict=True)) for r in few
             ]
@@ -155,7 +156,7 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
         note(f"{dst}: is already complete; nothing was done")
     print_report(made, f"{dst}, recipe {result.plan.recipe.name}")
     print_kept(made)
-    _print_scarce(read_report(dst)["tensors"])
+    _print_scarce(tensors)
     if slow:
         print_table(("slowest tensors", "seconds"), [(name, number(s, 2)) for name, s in slow])
     print(f"{count(made.parameters)} parameters in {size(made.bytes_on_disk or 0)}, ", end="")
@@ -171,7 +172,7 @@ def _print_scarce(tensors: "Sequence[Mapping[str, Any]]") -> None:
         for where, matrices, tokens, own in scarce(tensors)
     ]
     if rows:
-        print_table(("few calibration tokens", "matrices", "tokens", "own Hessian"), [*rows[:SCARCE]], left=2)
+        print_table(("few calibration tokens", "matrices", "tokens", "own Hessian"), rows[:SCARCE], left=2)
         if len(rows) > SCARCE:
             print(f"… and {len(rows) - SCARCE} more; trilobite.json lists all (`tokens`, `own`)\n")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from trilobite.quantize.compress import Options
+    from trilobite.quantize.options import Options
     from trilobite.quantize.plan import Plan, PlanLine
 
 WIDTH = 160
@@ -145,7 +145,7 @@ class CompressProgress:
 
     def options(self, jobs: int, device: str) -> "Options":
         """How to run, with this object looking on."""
-        from trilobite.quantize.compress import Options
+        from trilobite.quantize.options import Options
 
         return Options(
             jobs=jobs,

@@ -11,7 +11,8 @@ from trilobite.cli.options import JsonOption, RevisionOption
 
 if TYPE_CHECKING:
     from trilobite.checkpoint.summary import RoleSummary
-    from trilobite.quantize.report import Account, RoleSample
+    from trilobite.quantize.report import Account
+    from trilobite.quantize.stats import RoleSample
 
 
 def inspect(
@@ -42,7 +43,7 @@ def inspect(
     from trilobite.checkpoint.roles import identify
     from trilobite.checkpoint.source import open_source
     from trilobite.checkpoint.summary import summarize
-    from trilobite.quantize.report import sample_roles
+    from trilobite.quantize.stats import sample_roles
 
     source = open_source(path, revision=revision)
     if is_packed(source.path):

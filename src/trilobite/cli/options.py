@@ -107,7 +107,9 @@ SaveHessiansOption = Annotated[
 HessiansOption = Annotated[
     Path | None,
     typer.Option(
-        "--hessians", help="Take Hessians from this folder: the model is not run.", metavar="FOLDER"
+        "--hessians",
+        help="Take Hessians from this folder: the model is run for --finetune only.",
+        metavar="FOLDER",
     ),
 ]
 FinetuneOption = Annotated[
@@ -200,7 +202,7 @@ def chosen_calibration(
 
 def usable_device(name: str) -> str:
     """cpu or cuda; raises RecipeError where there is no such device."""
-    from trilobite.quantize.compress import pick_device
+    from trilobite.quantize.options import pick_device
 
     return pick_device(name).type
 

@@ -21,7 +21,8 @@ from trilobite.checkpoint.packed import FORMAT_VERSION, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CheckpointError, RecipeError
 from trilobite.models.names import memory_names
-from trilobite.quantize.compress import prepare, quantize_line
+from trilobite.quantize.compress import prepare
+from trilobite.quantize.line import quantize_line
 from trilobite.quantize.plan import Plan, PlanLine
 from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
 from trilobite.runtime.experts import EXPERT_NAME, PackedExperts

@@ -1,41 +1,28 @@
 """From a calibration to Hessians: what to run the model on, where Hessians are kept, who receives them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, RecipeError
 from trilobite.quantize.calibration import FINETUNES, PROPAGATIONS, Calibration, Windows, draw_windows
-from trilobite.quantize.calibration_experts import Handle
-from trilobite.quantize.calibration_loop import Loop
-from trilobite.quantize.calibration_model import BlockModel, Place
+from trilobite.quantize.calibration_loop import Loop, Run
+from trilobite.quantize.calibration_model import BlockModel
 from trilobite.quantize.calibration_store import HessianStore
+from trilobite.quantize.calibration_weights import Place
 from trilobite.quantize.finetune import BATCH, Tuner, make_course
-from trilobite.quantize.plan import PlanLine, Progress
+from trilobite.quantize.plan import PlanLine
+from trilobite.quantize.receiver import Packed, PackingReceiver, Receiver
 from trilobite.recipe import LatticeFormat, Recipe, needs_calibration
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """How to run the model. jobs: threads    workspace: a folder for activations that do not fit in memory."""
-
-    jobs: int
-    workspace: Path
-    progress: Progress | None = None
-    on_note: Callable[[str], None] | None = None
 
 
 class Calibrator:
     """One calibration of one checkpoint.
 
-    windows: what the model runs on, or None with a finished folder of Hessians
+    windows: what the model runs on; None where it need not, with a finished folder of Hessians and no fine-tuning
     store: the folder of Hessians, where one is asked for    identity: what interrupted runs must have in common
     """
 
@@ -55,7 +42,7 @@ class Calibrator:
             assert self.windows is not None
             make_course(len(self.windows.ids), BATCH, 0)
             self.identity["finetune"] = calibration.finetune
-        if calibration.hessians:
+        elif calibration.hessians:
             self.windows = None
         self._model: BlockModel | None = None
 
@@ -65,61 +52,41 @@ class Calibrator:
             self._model = BlockModel(source, matrices, device)
 
     def collect(self, lines: Sequence[PlanLine], run: Run) -> None:
-        """Fill the folder of Hessians with what it lacks for these lines."""
-        assert self.store is not None
-        if self.windows is None:
+        """Fill the folder of Hessians with what it lacks for these lines; one that is only taken from stays as it is."""
+        store = self.store
+        assert store is not None
+        if not self.calibration.save:
             return
-        store, rows = self.store, dict[str, Mapping[str, Any]]()
-
-        @contextmanager
-        def block(index: int | None, of_block: Sequence[PlanLine]) -> Iterator[None]:
-            store.begin(index, of_block)
-            rows.clear()
-            yield
-            store.end(rows)
-
-        def done(line: PlanLine, row: Mapping[str, Any]) -> None:
-            rows[line.matrix.name] = row
-
         places, unseen = self._places([line for line in lines if line.matrix.name not in store])
         if unseen:
             store.unseen([line.matrix.name for line in unseen])
         # A block's file is made whole or not at all.
-        again = {self._block(places[name]) for name in places}
+        again = {self._block(place) for place in places.values()}
         known, _ = self._places(lines)
         todo = [x for x in lines if x.matrix.name in known and self._block(known[x.matrix.name]) in again]
-        self._loop(run, known, store.put, done, block=block).run(todo, list)
+        self._loop(run, known, store).walk(todo)
 
     def distribute(
-        self,
-        lines: Sequence[PlanLine],
-        run: Run,
-        handle: Handle,
-        done: Callable[[PlanLine, dict[str, Any]], None],
-        quantized: tuple[Callable[[], Sequence[PlanLine]], Callable[[PlanLine], Tensor]],
-        tuner: Tuner | None = None,
+        self, lines: Sequence[PlanLine], run: Run, packer: PackingReceiver, tuner: Tuner | None = None
     ) -> None:
         """Run the model and hand out the Hessian of each line, block after block.
 
-        quantized: the lines that are quantized so far, and the decoded matrix of one of them
         tuner: trains each block when it is quantized
         """
         places, unseen = self._places(lines)
         for line in unseen:  # the model never runs it: no input is as good as any other
-            for made, record in handle([line], torch.eye(line.matrix.shape[1]), {"tokens": 0}):
-                done(made, record)
-        loop = self._loop(run, places, handle, done, decode=quantized[1], tuner=tuner)
-        loop.run([line for line in lines if line.matrix.name in places], quantized[0])
+            for made, record in packer.take([line], torch.eye(line.matrix.shape[1]), {"tokens": 0}):
+                packer.done(made, record)
+        loop = self._loop(run, places, packer, packed=packer, tuner=tuner)
+        loop.walk([line for line in lines if line.matrix.name in places])
 
     def _loop(
         self,
         run: Run,
         places: Mapping[str, Place],
-        handle: Handle,
-        done: Callable[[PlanLine, dict[str, Any]], None],
+        receiver: Receiver,
         *,
-        decode: Callable[[PlanLine], Tensor] | None = None,
-        block: Any = None,
+        packed: Packed | None = None,
         tuner: Tuner | None = None,
     ) -> Loop:
         assert self._model is not None
@@ -129,14 +96,10 @@ class Calibrator:
             ids=self.windows.ids,
             calibration=self.calibration,
             places=places,
-            jobs=run.jobs,
-            workspace=run.workspace,
-            handle=handle,
-            done=done,
-            quantized=decode,
-            block=block,
+            run=run,
+            receiver=receiver,
+            packed=packed,
             tuner=tuner,
-            progress=run.progress,
         )
         if run.on_note:
             run.on_note(loop.estimate())

@@ -32,7 +32,7 @@ class Calibration:
     text: a UTF-8 text file, a .jsonl or .parquet file with a column "text", or a folder of such files
     samples, context: windows, and tokens of each (0 = the model's own, at most 2048)
     propagate: what enters a block: outputs of the `quantized` blocks before it, or of the `original` ones
-    memory: bytes for activations and Hessians; activations beyond half of it lie in a mapped file
+    memory: bytes for activations and Hessians; activations beyond a quarter of it lie in a mapped file
     save, hessians: a folder to keep Hessians in, or to take them from (original propagation only)
     finetune: train what is not codes: "" = no, `block` by block, or `full`: block by block, then the whole model
     """
@@ -105,10 +105,10 @@ def draw_windows(source: Source, calibration: Calibration) -> Windows:
             f"{source.path}: its tokenizer gives token {int(windows.max())}, the model's vocabulary has {vocabulary}; "
             "copy the tokenizer that belongs to this checkpoint"
         )
-    return Windows(ids=windows, identity=identity_of(windows, calibration))
+    return Windows(ids=windows, identity=_identity(windows, calibration))
 
 
-def identity_of(windows: Tensor, calibration: Calibration) -> dict[str, Any]:
+def _identity(windows: Tensor, calibration: Calibration) -> dict[str, Any]:
     """What makes two calibrations the same: the tokens themselves, and what flows from block to block."""
     digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
     samples, context = windows.shape

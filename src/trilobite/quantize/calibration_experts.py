@@ -6,52 +6,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trilobite.quantize.calibration_model import BlockModel, intermediate
-from trilobite.quantize.hessian import ENOUGH, check, share, shrink
+from trilobite.quantize.calibration_model import BlockModel
+from trilobite.quantize.hessian import ENOUGH, HessianSum, hessian_note, share, shrink
 from trilobite.quantize.plan import PlanLine
+from trilobite.quantize.receiver import Receiver, Records
+from trilobite.quantize.stacked_experts import intermediate
 
 ROWS = 4096
 """Tokens of an expert that are multiplied at a time."""
 AVERAGE = 8
 """The layer's average is taken over about this many tokens per column, evenly spread over all that were routed."""
 
-Record = dict[str, Any]
-Handle = Callable[[Sequence[PlanLine], Tensor, Mapping[str, Any]], list[tuple[PlanLine, Record]]]
-"""(lines that share a Hessian [K, K] fp32, the Hessian, what to note) -> lines and their records. Called by threads."""
-
-
-class Sum:
-    """A running sum of x x^T over tokens, fp32."""
-
-    def __init__(self) -> None:
-        """Nothing yet."""
-        self.tokens = 0
-        self.total: Tensor | None = None
-
-    @torch.no_grad()
-    def add(self, x: Tensor) -> None:
-        """x: [T, K] any float dtype."""
-        x = x.float()
-        if self.total is None:
-            self.total = torch.zeros((x.shape[1], x.shape[1]), device=x.device)
-        self.total.addmm_(x.T, x)
-        self.tokens += len(x)
-
-    def mean(self) -> Tensor:
-        """[K, K] fp32. Raises CalibrationError when it is not finite."""
-        assert self.total is not None
-        check(self.total)
-        return self.total / max(1, self.tokens)
-
 
 class Routed:
     """What entered one module of stacked experts, and which expert every token went to."""
 
     def __init__(
-        self, model: BlockModel, path: str, handle: Handle, buffer: Callable[[int, torch.dtype], Tensor]
+        self, model: BlockModel, path: str, receiver: Receiver, buffer: Callable[[int, torch.dtype], Tensor]
     ) -> None:
-        """path: of the module    handle: receives Hessians    buffer: room for [tokens, H], given H and a dtype."""
-        self.model, self.path, self.handle, self.buffer = model, path, handle, buffer
+        """path: of the module    buffer: room for [tokens, H], given H and a dtype."""
+        self.model, self.receiver, self.buffer = model, receiver, buffer
         self.experts: Any = model.module(path)
         self.index: list[Tensor] = []
         self.states: Tensor | None = None
@@ -85,7 +59,7 @@ class Routed:
 
     def _average(self, sides: Mapping[str, int], total: int) -> None:
         """E[x x^T] over evenly spread pairs of token and expert: every expert counts as much as it is used."""
-        sums = {side: Sum() for side in sides}
+        sums = {side: HessianSum() for side in sides}
         stride = max(1, total // (AVERAGE * max(sides.values())))
         before = 0
         for expert, rows in enumerate(self.rows):
@@ -96,7 +70,7 @@ class Routed:
         self.average |= {side: s.mean() for side, s in sums.items() if s.tokens}
 
     @torch.no_grad()
-    def _add(self, sums: Mapping[str, Sum], expert: int, rows: Tensor) -> None:
+    def _add(self, sums: Mapping[str, HessianSum], expert: int, rows: Tensor) -> None:
         assert self.states is not None
         x = self.states[rows].to(self.model.device)
         if "in" in sums:
@@ -109,15 +83,15 @@ class Routed:
         each = 5 * 4 * int(max(self.experts.down_proj.shape[1:])) ** 2
         return max(1, min(jobs, memory // 2 // each))
 
-    def work(self, expert: int, lines: Sequence[PlanLine]) -> list[tuple[PlanLine, Record]]:
+    def work(self, expert: int, lines: Sequence[PlanLine]) -> Records:
         """Sum up the Hessians of one expert and hand them out, the inputs' first."""
-        found: list[tuple[PlanLine, Record]] = []
+        found: Records = []
         rows = self.rows[expert]
         for side in ("in", "mid"):
             of_side = [line for line in lines if _side(line) == side]
             if not of_side:
                 continue
-            sums = {side: Sum()}
+            sums = {side: HessianSum()}
             for part in torch.split(rows, ROWS) if len(rows) else ():
                 self._add(sums, expert, part)
             k = of_side[0].matrix.shape[1]
@@ -125,15 +99,10 @@ class Routed:
             own = sums[side].mean() if len(rows) else None
             h = shrink(own, self.average[side], part_own, k)
             del own, sums
-            found += self.handle(of_side, h, note(len(rows), part_own))
+            found += self.receiver.take(of_side, h, hessian_note(len(rows), part_own))
         return found
 
 
 def _side(line: PlanLine) -> str:
     """Whether an expert's matrix sees the layer's input or what its gate and up made of it."""
     return "mid" if line.matrix.projection == "down" else "in"
-
-
-def note(tokens: int, part: float) -> Record:
-    """What the report says of a Hessian. part: how much of it is the matrix's own."""
-    return {"tokens": tokens} | ({"own": float(f"{part:.4g}")} if part < 1 else {})

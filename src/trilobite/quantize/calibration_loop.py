@@ -13,8 +13,8 @@ import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,23 +25,36 @@ from torch import Tensor
 
 from trilobite.errors import DestinationError
 from trilobite.quantize.calibration import Calibration
-from trilobite.quantize.calibration_experts import Handle, Record, Routed, Sum, note
-from trilobite.quantize.calibration_model import BlockModel, Place, Watch, check_experts, same_inputs
+from trilobite.quantize.calibration_experts import Routed
+from trilobite.quantize.calibration_model import BlockModel
+from trilobite.quantize.calibration_watch import Watch, same_inputs
+from trilobite.quantize.calibration_weights import Place
 from trilobite.quantize.finetune import Tuner
-from trilobite.quantize.hessian import share, shrink
+from trilobite.quantize.hessian import HessianSum, hessian_note, share, shrink
 from trilobite.quantize.plan import PlanLine, Progress
+from trilobite.quantize.receiver import Packed, Receiver, Records
+from trilobite.quantize.stacked_experts import check_experts
+from trilobite.quantize.threads import Piece, results, thread_pool
 
 BATCH = 4096
 """Tokens of one forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
-    """What a run through the blocks needs.
+class Run:
+    """How to run the model. jobs: threads    workspace: a folder for activations that do not fit in memory."""
 
-    ids: [S, T] int64    places: of the lines that need a Hessian    handle: receives Hessians, in threads
-    done: receives what `handle` returned, in the main thread    quantized: the decoded matrix of a finished line
-    block: entered around the work on a block's lines; None is what is outside of the blocks
+    jobs: int
+    workspace: Path
+    progress: Progress | None = None
+    on_note: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What a walk through the blocks needs.
+
+    ids: [S, T] int64    places: of the lines that need a Hessian    packed: where quantized blocks are propagated
     tuner: trains each block once its lines are quantized, and at last the whole model
     """
 
@@ -49,21 +62,13 @@ class Loop:
     ids: Tensor
     calibration: Calibration
     places: Mapping[str, Place]
-    jobs: int
-    workspace: Path
-    handle: Handle
-    done: Callable[[PlanLine, Record], None]
-    quantized: Callable[[PlanLine], Tensor] | None = None
-    block: Callable[[int | None, Sequence[PlanLine]], AbstractContextManager[None]] | None = None
+    run: Run
+    receiver: Receiver
+    packed: Packed | None = None
     tuner: Tuner | None = None
-    progress: Progress | None = None
 
-    def run(self, todo: Sequence[PlanLine], finished: Callable[[], Sequence[PlanLine]]) -> None:
-        """Hand out the Hessians of the lines `todo`, in the order of blocks, and tune what is not tuned yet.
-
-        finished: all quantized lines so far, those without a Hessian too; they are what the next block's inputs come
-        from when the quantized model is propagated.
-        """
+    def walk(self, todo: Sequence[PlanLine]) -> None:
+        """Hand out the Hessians of the lines `todo`, in the order of blocks, and tune what is not tuned yet."""
         by_block: dict[int, list[PlanLine]] = {}
         outside: list[PlanLine] = []
         for line in todo:
@@ -73,7 +78,7 @@ class Loop:
         untuned = set() if tuner is None else {i for i in range(count) if tuner.wants(i)}
         last = count - 1 if outside else max({*by_block, *untuned}, default=-1)
         if last >= 0:
-            self._blocks(by_block, outside, untuned, last, finished)
+            self._blocks(by_block, outside, untuned, last)
         if tuner is not None:
             tuner.tune_all(self.model, self.ids, self.buffer)
 
@@ -83,12 +88,11 @@ class Loop:
         outside: Sequence[PlanLine],
         untuned: Collection[int],
         last: int,
-        finished: Callable[[], Sequence[PlanLine]],
     ) -> None:
         """Blocks up to the last one that has something to do, then what is outside of them."""
         model, original = self.model, self.calibration.propagate == "original"
         advance = original and self.tuner is None  # the inputs of a block that is tuned are needed once more
-        with _pool(self.jobs) as pool:
+        with thread_pool(self.run.jobs, "calibrate") as pool:
             step = _Step(self, pool, self._activations(), total=(last + 1) * (1 if advance else 2))
             for i in range(last + 1):
                 model.load(model.blocks[i])
@@ -99,7 +103,7 @@ class Loop:
                     self.tuner.tune_block(model, i, step.hidden, self.buffer)
                 if not advance and (i < last or outside):
                     if not original:
-                        self._put(i, finished())
+                        self._put_packed(i)
                     step.propagate(model.blocks[i])
                 model.drop(model.blocks[i])
                 _trim()
@@ -107,19 +111,19 @@ class Loop:
                 with self._around(None, outside):
                     step.collect_head(outside)
 
-    def _put(self, block: int, finished: Sequence[PlanLine]) -> None:
+    def _put_packed(self, block: int) -> None:
         """Replace a loaded block's weights by those that are packed."""
-        model = self.model
-        for line in finished:
+        model, packed = self.model, self.packed
+        assert packed is not None
+        for line in packed.finished():
             place = model.place(line.matrix)
             if place is not None and model.block_of(place) == block:
-                assert self.quantized is not None
-                model.put(place, self.quantized(line))
+                model.put(place, packed.decoded(line))
         if self.tuner:
             self.tuner.put(model, model.blocks[block])
 
     def _around(self, block: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
-        return self.block(block, lines) if self.block and lines else nullcontext()
+        return self.receiver.block(block, lines) if lines else nullcontext()
 
     def _activations(self) -> Tensor:
         """What enters the first block, [S, T, H]."""
@@ -156,17 +160,17 @@ class Loop:
 
         Raises DestinationError when the disk cannot hold it.
         """
-        size = torch.Size(shape).numel()
+        size, folder = torch.Size(shape).numel(), self.run.workspace
         if size * dtype.itemsize <= self.calibration.memory // 4:
             return torch.empty(shape, dtype=dtype)
-        with tempfile.NamedTemporaryFile(dir=self.workspace, prefix="activations-") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="activations-") as file:
             try:
                 if hasattr(os, "posix_fallocate"):  # a full disk under a mapping would kill the process later
                     os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
                 return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
             except (OSError, RuntimeError) as e:
                 raise DestinationError(
-                    f"{self.workspace}: activations of {size * dtype.itemsize / 1e9:.2f} GB do not fit on this disk; "
+                    f"{folder}: activations of {size * dtype.itemsize / 1e9:.2f} GB do not fit on this disk; "
                     "free some space, or give more --memory, and run the same command again: it continues"
                 ) from e
 
@@ -220,33 +224,35 @@ class _Step:
             else:
                 check_experts(self.loop.model.module(place.module), place.module)
                 experts.setdefault(place.module, {}).setdefault(place.expert, []).append(line)
-        routed = {path: Routed(self.loop.model, path, self.loop.handle, self.loop.routed) for path in experts}
+        routed = {
+            path: Routed(self.loop.model, path, self.loop.receiver, self.loop.routed) for path in experts
+        }
         with Watch(self.loop.model, list(linears), list(experts)) as watch:
             sums, leaders = self._watched(block, watch, routed, advance=advance)
-        self._hand_out(self._linear_work(linears, sums, leaders), self.loop.jobs)
+        self._hand_out(self._linear_work(linears, sums, leaders), self.loop.run.jobs)
         del sums
         for path, of_path in experts.items():
             routed[path].finish(of_path)
             work = (partial(routed[path].work, e, of_e) for e, of_e in sorted(of_path.items()))
-            self._hand_out(work, routed[path].parallel(self.loop.jobs, self.loop.calibration.memory))
+            self._hand_out(work, routed[path].parallel(self.loop.run.jobs, self.loop.calibration.memory))
 
     def collect_head(self, lines: Sequence[PlanLine]) -> None:
         """Hand out the Hessian of what is outside of the blocks: the output head."""
         model = self.loop.model
         model.load("")
-        total = Sum()
+        total = HessianSum()
         for rows in self.batches:
             hidden = self.hidden[rows].to(model.device)
             total.add(model.head_input(self.loop.ids[rows], hidden).flatten(0, -2))
-        h, note = total.mean(), {"tokens": total.tokens}
-        self._hand_out([partial(self.loop.handle, list(lines), h, note)], 1)
+        work = partial(self.loop.receiver.take, list(lines), total.mean(), hessian_note(total.tokens, 1))
+        self._hand_out([work], 1)
         model.drop("")
 
     def _watched(
-        self, block: str, watch: Watch, routed: Mapping[str, "Routed"], *, advance: bool
-    ) -> tuple[dict[str, "Sum"], dict[str, str]]:
+        self, block: str, watch: Watch, routed: Mapping[str, Routed], *, advance: bool
+    ) -> tuple[dict[str, HessianSum], dict[str, str]]:
         """Run the block on all windows; returns the sums by first linear, and the first linear of each linear."""
-        sums: dict[str, Sum] = {}
+        sums: dict[str, HessianSum] = {}
         leaders: dict[str, str] = {}
 
         def run(rows: slice) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
@@ -264,7 +270,7 @@ class _Step:
         for group in self._groups(first=1):
             found = list(self.pool.map(run, group))
             for name in found[0][0]:
-                sums.setdefault(name, Sum())
+                sums.setdefault(name, HessianSum())
             list(self.pool.map(partial(_add_all, found), sums.items()))
             for rows, (_, seen) in zip(group, found, strict=True):
                 for path, (states, index) in seen.items():
@@ -278,14 +284,17 @@ class _Step:
 
     def _groups(self, first: int | None = None) -> Iterator[list[slice]]:
         """Batches that run at the same time; the first group may be smaller."""
-        at, size = 0, first or self.loop.jobs
+        at, size = 0, first or self.loop.run.jobs
         while at < len(self.batches):
             yield self.batches[at : at + size]
-            at, size = at + size, self.loop.jobs
+            at, size = at + size, self.loop.run.jobs
 
     def _linear_work(
-        self, linears: Mapping[str, list[PlanLine]], sums: Mapping[str, "Sum"], leaders: Mapping[str, str]
-    ) -> Iterator[Callable[[], list[tuple[PlanLine, Record]]]]:
+        self,
+        linears: Mapping[str, list[PlanLine]],
+        sums: Mapping[str, HessianSum],
+        leaders: Mapping[str, str],
+    ) -> Iterator[Callable[[], Records]]:
         """One piece of work for the lines that share an input. A linear that never ran counts as having seen nothing."""
         shared: dict[str, list[PlanLine]] = {}
         for path, lines in linears.items():
@@ -296,27 +305,22 @@ class _Step:
             tokens = seen.tokens if seen else 0
             part = share(tokens, k)
             h = shrink(seen.mean() if seen else None, None, part, k)
-            yield partial(self.loop.handle, lines, h, note(tokens, part))
+            yield partial(self.loop.receiver.take, lines, h, hessian_note(tokens, part))
 
-    def _hand_out(self, work: Iterable[Callable[[], list[tuple[PlanLine, Record]]]], jobs: int) -> None:
+    def _hand_out(self, work: Iterable[Callable[[], Records]], jobs: int) -> None:
         """Do pieces of work, at most `jobs` at a time."""
-        waiting = iter(work)
-        running = {self.pool.submit(piece) for _, piece in zip(range(jobs), waiting, strict=False)}
-        while running:
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                for line, record in future.result():
-                    self.loop.done(line, record)
-                if (piece := next(waiting, None)) is not None:
-                    running.add(self.pool.submit(piece))
+        pieces = (Piece(call=call) for call in work)
+        for records in results(self.pool, pieces, jobs=jobs):
+            for line, record in records:
+                self.loop.receiver.done(line, record)
 
     def _moved(self, batches: int) -> None:
         self.passed += batches
-        if self.loop.progress:
-            self.loop.progress("calibrate", self.passed, self.total)
+        if self.loop.run.progress:
+            self.loop.run.progress("calibrate", self.passed, self.total)
 
 
-def _add_all(found: Sequence[tuple[Mapping[str, Tensor], Any]], item: tuple[str, "Sum"]) -> None:
+def _add_all(found: Sequence[tuple[Mapping[str, Tensor], Any]], item: tuple[str, HessianSum]) -> None:
     """Add one linear's inputs of several batches, in their order."""
     name, total = item
     for inputs, _ in found:
@@ -328,15 +332,3 @@ def _trim() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-
-
-@contextmanager
-def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that are not waited for when something fails: what they were making is made again by the next run."""
-    pool = ThreadPoolExecutor(jobs, thread_name_prefix="calibrate")
-    try:
-        yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()

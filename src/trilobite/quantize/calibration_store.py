@@ -10,7 +10,8 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trilobite.checkpoint.files import explained, write_whole
 from trilobite.errors import CalibrationError
 from trilobite.quantize.plan import PlanLine
+from trilobite.quantize.receiver import Record, Records
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -28,10 +31,7 @@ ENTRY = 320
 
 
 class HessianStore:
-    """A folder of Hessians. Thread safe.
-
-    calibration: what they were collected on
-    """
+    """A folder of Hessians: receives them from a run of the model, and gives them back. Thread safe."""
 
     def __init__(self, folder: Path, *, source: str, calibration: Mapping[str, Any] | None) -> None:
         """Open a folder, or begin one.
@@ -42,6 +42,7 @@ class HessianStore:
         self.folder = folder
         self._lock = threading.Lock()
         self._file: _Triangles | None = None
+        self._rows: dict[str, Record] = {}
         path = folder / MANIFEST
         if path.exists():
             found = self._read(path)
@@ -90,41 +91,47 @@ class HessianStore:
         """Whether there is a Hessian for a matrix, or the note that the model never runs it."""
         return name in self._manifest["matrices"]
 
-    def begin(self, block: int | None, lines: Sequence[PlanLine]) -> None:
-        """Open the file of a block; None is what is outside of all blocks."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = "head" if block is None else f"{block:05d}"
-        self._file = _Triangles(self.folder / f"hessians-{part}.safetensors", room=ENTRY * (len(lines) + 1))
+    @contextmanager
+    def block(self, index: int | None, lines: Sequence[PlanLine]) -> Iterator[None]:
+        """Make the file of a block, whole or not at all; None is what is outside of all blocks.
 
-    def put(
-        self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]
-    ) -> list[tuple[PlanLine, dict[str, Any]]]:
+        Raises DestinationError, as all that writes here, when the disk is full or the folder cannot be written to.
+        """
+        part = "head" if index is None else f"{index:05d}"
+        path = self.folder / f"hessians-{part}.safetensors"
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = _Triangles(path, room=ENTRY * (len(lines) + 1))
+        self._rows.clear()
+        yield
+        with explained(self.folder):
+            self._file.close()
+        self._file = None
+        self._note({name: {"file": path.name, **row} for name, row in self._rows.items()})
+
+    def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
         """Keep the Hessian that some lines share. hessian: [K, K] fp32."""
         data = _triangle(hessian.cpu())
-        with self._lock:
+        with explained(self.folder), self._lock:
             assert self._file is not None
             self._file.append(lines[0].matrix.name, data)
         row = {"tensor": lines[0].matrix.name, **note}
         return [(line, row) for line in lines]
 
-    def end(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """A block is complete. rows: what `put` returned, by matrix."""
-        assert self._file is not None
-        self._file.close()
-        name, self._file = self._file.path.name, None
-        self._manifest["matrices"] |= {k: {"file": name, **row} for k, row in rows.items()}
-        self._save()
+    def done(self, line: PlanLine, record: Record) -> None:
+        """Remember where the Hessian of a line is."""
+        self._rows[line.matrix.name] = record
 
     def unseen(self, names: Sequence[str]) -> None:
         """Note matrices that the model never runs."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._manifest["matrices"] |= {name: {"tokens": 0} for name in names}
-        self._save()
+        self._note({name: {"tokens": 0} for name in names})
 
-    def _save(self) -> None:
-        temporary = self.folder / f".{MANIFEST}.tmp"
-        temporary.write_text(json.dumps(self._manifest, indent=1) + "\n")
-        os.replace(temporary, self.folder / MANIFEST)
+    def _note(self, rows: Mapping[str, Record]) -> None:
+        """Add matrices to the manifest."""
+        self._manifest["matrices"] |= rows
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / MANIFEST, (json.dumps(self._manifest, indent=1) + "\n").encode())
 
     def get(self, name: str, k: int) -> tuple[Tensor, dict[str, Any]]:
         """The Hessian [K, K] fp32 of a matrix, and its note. Raises CalibrationError when it is not there."""

@@ -4,6 +4,8 @@ The loss that calibrated methods minimise is tr((W - W_q) H (W - W_q)^T), the me
 on the calibration inputs (QuIP# eq. 1, GPTQ eq. 1).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,30 @@ DAMPINGS = (1.0, 10.0, 100.0)
 """Factors on it that are tried in turn when H is not positive definite, each in fp32 and then in fp64."""
 BAND = 1 << 25
 """Weights whose error is measured at a time."""
+
+
+class HessianSum:
+    """A running sum of x x^T over tokens, fp32, whose mean is H."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.tokens = 0
+        self.total: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """x: [T, K] any float dtype."""
+        x = x.float()
+        if self.total is None:
+            self.total = torch.zeros((x.shape[1], x.shape[1]), device=x.device)
+        self.total.addmm_(x.T, x)
+        self.tokens += len(x)
+
+    def mean(self) -> Tensor:
+        """[K, K] fp32. Raises CalibrationError when it is not finite."""
+        assert self.total is not None
+        check(self.total)
+        return self.total / max(1, self.tokens)
 
 
 def share(tokens: int, k: int) -> float:
@@ -50,6 +76,11 @@ def check(h: Tensor) -> None:
             "the Hessian holds NaN or infinity: activations overflow on the calibration text; check the checkpoint, "
             "or compress with a method that needs no data (search)"
         )
+
+
+def hessian_note(tokens: int, part: float) -> dict[str, Any]:
+    """What the report says of a Hessian. part: how much of it is the matrix's own."""
+    return {"tokens": tokens} | ({"own": float(f"{part:.4g}")} if part < 1 else {})
 
 
 def inverse_factor(h: Tensor) -> Tensor:

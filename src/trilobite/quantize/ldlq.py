@@ -40,7 +40,7 @@ PASSES = 2
 """Times that every block is rounded once more, given all others, after BlockLDLQ."""
 
 Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Vectors [M, g] -> (codes [M] int64, the points [M, g] that they stand for)."""
+"""Vectors [M, 8] -> (codes [M] int64, the points [M, 8] that they stand for)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,38 +120,36 @@ def block_ldl(h: Tensor, g: int = DIM) -> tuple[Tensor, Tensor]:
     return lower.reshape(k, k), blocks @ blocks.mT
 
 
-def block_ldlq(w: Tensor, lower: Tensor, quantizer: Quantizer, g: int = DIM) -> tuple[Tensor, Tensor]:
-    """Round g columns at a time, each with linear feedback from the errors before it (section 4.1).
+def block_ldlq(w: Tensor, lower: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Round eight columns at a time, each with linear feedback from the errors before it (section 4.1).
 
-    w: [N, K] fp32    lower: [K, K], L of `block_ldl`    returns: codes [N, K/g] int64, W - W_q [N, K]
+    w: [N, K] fp32    lower: [K, K], L of `block_ldl`    returns: codes [N, K/8] int64, W - W_q [N, K]
     """
     n, k = w.shape
     error = torch.empty_like(w)
-    codes = torch.empty(n, k // g, dtype=torch.int64, device=w.device)
+    codes = torch.empty(n, k // DIM, dtype=torch.int64, device=w.device)
     for start in range(0, k, BATCH):
         stop = min(k, start + BATCH)
         target = torch.addmm(w[:, start:stop], error[:, :start], lower[start:stop, :start].T)
-        for first in range(start, stop, g):
-            columns, done = slice(first, first + g), slice(start, first)
-            here = target[:, first - start : first - start + g]
+        for first in range(start, stop, DIM):
+            columns, done = slice(first, first + DIM), slice(start, first)
+            here = target[:, first - start : first - start + DIM]
             here = torch.addmm(here, error[:, done], lower[columns, done].T)
-            codes[:, first // g], points = quantizer(here)
+            codes[:, first // DIM], points = quantizer(here)
             torch.sub(w[:, columns], points, out=error[:, columns])
     return codes, error
 
 
-def retouch(
-    error: Tensor, codes: Tensor, w: Tensor, hessian: Tensor, quantizer: Quantizer, g: int = DIM
-) -> None:
+def retouch(error: Tensor, codes: Tensor, w: Tensor, hessian: Tensor, quantizer: Quantizer) -> None:
     """Round every block once more, given all others, and keep what lowers the proxy loss; in place.
 
     Block k of a row is moved to the point nearest to where the loss has its minimum, W_k - E_k + (E H)_k H_kk^-1.
 
-    error: [N, K] W - W_q    codes: [N, K/g]    w: [N, K]    hessian: [K, K]
+    error: [N, K] W - W_q    codes: [N, K/8]    w: [N, K]    hessian: [K, K]
     """
     gradient = error @ hessian
-    for first in range(0, w.shape[1], g):
-        columns = slice(first, first + g)
+    for first in range(0, w.shape[1], DIM):
+        columns = slice(first, first + DIM)
         block = hessian[columns, columns]
         now = w[:, columns] - error[:, columns]
         slope = gradient[:, columns]
@@ -160,7 +158,7 @@ def retouch(
         gain = (step * (2 * slope - step @ block)).sum(-1)
         better = gain > 1e-6 * (step @ block * step).sum(-1)
         step = step * better[:, None]
-        codes[:, first // g] = torch.where(better, found, codes[:, first // g])
+        codes[:, first // DIM] = torch.where(better, found, codes[:, first // DIM])
         error[:, columns] -= step
         gradient.addmm_(step, hessian[columns], alpha=-1)
 

@@ -14,10 +14,9 @@ from trilobite.kernels import cpu_quantize
 from trilobite.quantize.hqq import hqq
 from trilobite.quantize.ldlq import quantize_lattice
 from trilobite.quantize.rtn import rtn
-from trilobite.quantize.search import STEPS, search
+from trilobite.quantize.search import STEPS, Line, search
 from trilobite.recipe import AnyFormat, Format, LatticeFormat
 
-Line = tuple[Tensor, Tensor | None]
 METHODS: dict[str, Callable[[Tensor, Format], Line]] = {"rtn": rtn, "search": search, "hqq": hqq}
 BAND = 1 << 18
 """Weights that are quantized at a time: the working set stays in the cache and out of the memory bound."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite.checkpoint.layout import StoredTensor
 from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.errors import RecipeError, ShapeError
@@ -19,6 +20,7 @@ from trilobite.quantize import ranks
 from trilobite.quantize.stats import kurtosis
 from trilobite.recipe import (
     BODY_ROLES,
+    CALIBRATED_METHODS,
     COMPENSATORS,
     AnyFormat,
     LatticeFormat,
@@ -32,22 +34,7 @@ from trilobite.recipe import (
 Progress = Callable[[str, int, int], None]
 """(what, done, total) of a long step."""
 
-SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 GROUPS = (128, 64, 32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """One tensor of the packed checkpoint. dtype: safetensors' name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +56,11 @@ class PlanLine:
     def nbytes(self) -> int:
         """Bytes of its data on disk."""
         return sum(t.nbytes for t in self.stored)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its method works on the Hessian of its inputs."""
+        return self.format is not None and self.method in CALIBRATED_METHODS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,8 +273,12 @@ def _with_rank(line: PlanLine, rank: int, recipe: Recipe) -> PlanLine:
 
 
 def plan_json(plan: Plan) -> str:
-    """The plan as JSON, one line a tensor: equal plans give equal text."""
+    """The plan as JSON."""
     data = plan.to_dict()
-    rows = ",\n    ".join(json.dumps(row) for row in data.pop("tensors"))
-    head = json.dumps(data, indent=2)[:-2]
-    return f'{head},\n  "tensors": [\n    {rows}\n  ]\n}}\n'
+    return tensors_json(data, data.pop("tensors"))
+
+
+def tensors_json(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """JSON that people read and compare: the head over several lines, then `tensors`, one line each."""
+    lines = ",\n    ".join(json.dumps(row) for row in rows)
+    return f'{json.dumps(head, indent=2)[:-2]},\n  "tensors": [\n    {lines}\n  ]\n}}\n'

@@ -1,18 +1,15 @@
 """What a plan or a finished run comes to: bytes, bits and errors by role, and every byte of the folder."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from trilobite.checkpoint.roles import Matrix, read_matrix
-from trilobite.checkpoint.source import Source
 from trilobite.formats.bitpack import ROWS
 from trilobite.formats.weight import low_rank_bytes, stored_shapes
-from trilobite.quantize.stats import kurtosis, residual_rank
-from trilobite.recipe import BODY_ROLES, Format, LatticeFormat, Role, parse_format
+from trilobite.recipe import LatticeFormat, Role, parse_format
 
 Rows = Sequence[Mapping[str, Any]]
 """Tensors as `quantize.plan.describe` writes them: in `Plan.to_dict()["tensors"]` and in trilobite.json."""
@@ -222,56 +219,6 @@ def slowest(records: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]
     """The tensors that took longest, with their seconds. records: `compress.Result.records`."""
     seconds = [(name, float(r.get("seconds", 0.0))) for name, r in records.items()]
     return sorted(seconds, key=lambda s: -s[1])[:SLOWEST]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoleSample:
-    """What a sample of one role's matrices looks like, as in MiLo Table 2: means over `matrices` of them.
-
-    residual_rank: singular values of W - RTN-INT3-g64(W) below half the largest    share: that over min(N, K)
-    """
-
-    matrices: int
-    kurtosis: float
-    residual_rank: float
-    share: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
-
-def sample_roles(
-    source: Source,
-    matrices: Sequence[Matrix],
-    *,
-    samples: int | None,
-    progress: Callable[[str, int, int], None] | None = None,
-) -> dict[Role, RoleSample]:
-    """Measure at most `samples` matrices of every role that is quantized, evenly spread; None = all."""
-    chosen: dict[Role, list[Matrix]] = {}
-    for role in BODY_ROLES:
-        of_role = [m for m in matrices if m.role is role and m.quantizable and m.shape[1] % 32 == 0]
-        count = len(of_role) if samples is None else min(samples, len(of_role))
-        if count:
-            chosen[role] = [of_role[i * len(of_role) // count] for i in range(count)]
-    total = sum(map(len, chosen.values()))
-    found: dict[Role, RoleSample] = {}
-    done = 0
-    for role, picked in chosen.items():
-        measured: list[tuple[float, int, float]] = []
-        for m in picked:
-            if progress:
-                progress("kurtosis and residual rank", done, total)
-            w = read_matrix(source, m)
-            rank = residual_rank(w, fmt=Format(bits=3, group=64 if w.shape[1] % 64 == 0 else 32))
-            measured.append((kurtosis(w), rank, rank / min(w.shape)))
-            done += 1
-        means = [sum(column) / len(measured) for column in zip(*measured, strict=True)]
-        found[role] = RoleSample(
-            matrices=len(measured), kurtosis=means[0], residual_rank=means[1], share=means[2]
-        )
-    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:

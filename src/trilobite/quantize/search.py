@@ -17,6 +17,7 @@ STEPS = 8
 """Alternations from each start."""
 
 Line = tuple[Tensor, Tensor | None]
+"""Scale and offset of some groups, what a code stands for; a symmetric format has no offset."""
 
 
 def search(groups: Tensor, fmt: Format, steps: int = STEPS, weight: Tensor | None = None) -> Line:

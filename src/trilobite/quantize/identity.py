@@ -1,0 +1,77 @@
+"""What two runs must have in common for one to continue the other, or to find that nothing is left to do."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trilobite
+from trilobite.checkpoint.packed import FORMAT_VERSION, PARTIAL, REPORT, PackedWriter
+from trilobite.checkpoint.source import Source
+from trilobite.errors import DestinationError
+from trilobite.kernels import cpu_quantize
+from trilobite.quantize.plan import Plan
+from trilobite.recipe import Recipe
+
+RANKS = "ranks.json"
+
+
+def run_identity(
+    source: Source,
+    recipe: Recipe,
+    *,
+    frequency: Mapping[int, Sequence[int]] | None,
+    calibration: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """All that decides about the bytes of a packed checkpoint: its inputs, and the code that rounds them.
+
+    calibration: the identity of one, for recipes that need it
+    """
+    identity: dict[str, Any] = {
+        "source": source.fingerprint(),
+        "recipe": recipe.to_dict(),
+        "frequency": _digest(frequency),
+        "version": f"trilobite {trilobite.__version__}, format {FORMAT_VERSION}, torch {torch.__version__}, "
+        f"kernels {cpu_quantize.tier()}",
+    }
+    if calibration is not None:
+        identity["calibration"] = calibration
+    return identity
+
+
+def _digest(frequency: Mapping[int, Sequence[int]] | None) -> str:
+    if frequency is None:
+        return ""
+    rows = [[layer, list(counts)] for layer, counts in sorted(frequency.items())]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def check_same_run(dst: Path, identity: Mapping[str, Any]) -> None:
+    """Raise DestinationError unless the finished checkpoint in `dst` is what a run of this identity makes."""
+    try:
+        found = json.loads((dst / REPORT).read_bytes())["identity"]
+    except (OSError, ValueError, KeyError):
+        found = {}
+    differs = [key for key in identity if found.get(key) != identity[key]]
+    if differs:
+        raise DestinationError(
+            f"{dst}: holds a checkpoint that differs in its {' and '.join(differs)}; choose another destination"
+        )
+
+
+def keep_ranks(writer: PackedWriter, plan: Plan) -> None:
+    """Leave the ranks of a plan to a later run of the same identity."""
+    writer.note(RANKS, json.dumps({line.matrix.name: line.rank for line in plan.lines if line.rank}))
+
+
+def kept_ranks(dst: Path, identity: Mapping[str, Any]) -> dict[str, int] | None:
+    """The ranks that an interrupted run with this identity found: a kurtosis policy need not read all weights again."""
+    try:
+        found = json.loads((dst / PARTIAL / "identity.json").read_bytes())
+        ranks = json.loads((dst / PARTIAL / RANKS).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return ranks if found == identity and isinstance(ranks, dict) else None
