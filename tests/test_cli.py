@@ -356,7 +356,7 @@ def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp
         ("eval {packed} --text {text}", "use a smaller --context"),
         ("eval {packed} --text {tmp}/none.txt --context 64", "cannot be read"),
         ("stats {original} --text {text} --samples 1 --context 64 -o {tmp}/none/s.json", "cannot be written"),
-        ("stats {original} --text {text} --context 999", "made for 256 tokens, got 999"),
+        ("stats {original} --text {text} --context 999 -o {tmp}/s.json", "made for 256 tokens, got 999"),
         (f"generate {{packed}} {'x' * 300}", "the model was made for 256; make it shorter"),
         (
             "compress {original} {tmp}/out -r gptq3 --calibration {text} --memory nan",
