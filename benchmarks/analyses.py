@@ -23,21 +23,21 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from _markdown import insert, table
-from quality import SHARED, TEXT, WORK, Bench, Packed, frequencies, open_bench, pack, slug
+from _packed import Packed, frequencies, pack
+from _rank_recipes import INT3, compensated, compensator_bytes, equal_memory, once
+from _scoring import Bench, open_bench
+from _script import SHARED, add_page, add_text, add_work, parser
 
 from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.evaluate.perplexity import Score
-from trilobite.quantize.compress import prepare
 from trilobite.quantize.matrix import quantize, relative_error
 from trilobite.quantize.milo import Compensation, milo
-from trilobite.quantize.plan import Plan
 from trilobite.quantize.stats import kurtosis, residual_rank
-from trilobite.recipe import BODY_ROLES, Format, Recipe, Role, Rule
+from trilobite.recipe import Recipe, Role
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs/figures"
-INT3 = Format(bits=3, group=64)
 TAU = 0.5
 TITLES = {
     Role.ATTENTION: "attention (D)",
@@ -73,18 +73,6 @@ class Section:
 
     text: str
     data: Any
-
-
-def compensated(name: str, rank: str, **options: Any) -> Recipe:
-    """INT3 g64 with a rank policy that no cap lowers; everything else in 16 bit, as in the paper."""
-    method = options.pop("method", "search")
-    rules = (Rule(roles=BODY_ROLES, format=INT3, method=method),)
-    return Recipe(name=slug(name), rules=rules, rank=rank, cap=False, **options)
-
-
-def compensator_bytes(plan: Plan) -> int:
-    """Bytes of all compensators of a plan."""
-    return sum(t.nbytes for line in plan.lines for t in line.stored if t.name.endswith(("_lra", "_lrb")))
 
 
 def measure(setting: Setting, model: Path, recipes: Mapping[str, Recipe]) -> dict[str, tuple[Packed, Score]]:
@@ -264,58 +252,17 @@ def table7(setting: Setting) -> Section:
         dense = (
             hidden // 4 if shared else hidden // 8
         )  # Dense-512 of 2048 (DeepSeek-MoE) and of 4096 (Mixtral)
-        recipes = {"none (HQQ)": _once("hqq", "")} | equal_memory(model, dense)
+        recipes = {"none (HQQ)": once("hqq", "")} | equal_memory(model, dense)
         for r in (hidden // 128, hidden // 64):
             for policy in ("sparse", "kurtosis", "frequency"):
                 title = f"dense-{hidden // 8} + {'uniform' if policy == 'sparse' else policy}-{r}"
-                recipes[title] = _once(title, f"dense-{hidden // 8}+{policy}-{r}")
+                recipes[title] = once(title, f"dense-{hidden // 8}+{policy}-{r}")
         for name, (p, s) in measure(setting, model, recipes).items():
             size = compensator_bytes(p.plan)
             rows.append((f"{model.name}: {name}", f"{size / 1e3:.0f}", f"{s.perplexity:.3f}", f"{s.kl:.5f}"))
             row = {"model": model.name, "policy": name, "bytes": size}
             data.append(row | {"perplexity": s.perplexity, "kl": s.kl, "top1": s.top1})
     return Section(text=table(("model: ranks", "compensators kB", "perplexity", "KL"), rows), data=data)
-
-
-def _once(name: str, rank: str) -> Recipe:
-    return compensated(f"{name} x1", rank, method="hqq", iterations=1)
-
-
-def equal_memory(model: Path, dense: int) -> dict[str, Recipe]:
-    """Dense, uniform and sparse ranks of (almost) equal bytes.
-
-    One rank more on every expert is a large step on a small model, so the first layers may have one more.
-    """
-    source = open_source(str(model))
-    title = f"dense-{dense}"
-    recipes = {title: _once(title, title)}
-    budget = compensator_bytes(prepare(source, recipes[title]))
-    layers = 1 + max(m.layer for m in identify(source) if m.layer is not None)
-    for name, roles in (("uniform", BODY_ROLES), ("sparse", (Role.EXPERT,))):
-
-        def layered(steps: int, name: str = name, roles: tuple[Role, ...] = roles) -> Recipe:
-            return _layered(name, roles, steps, layers)
-
-        low, high = 0, layers * dense
-        while low < high:  # the largest number of steps that fits
-            middle = (low + high + 1) // 2
-            if compensator_bytes(prepare(source, layered(middle))) <= budget:
-                low = middle
-            else:
-                high = middle - 1
-        recipes[f"{name}-{low / layers:.3g}"] = layered(low)
-    return recipes
-
-
-def _layered(name: str, roles: tuple[Role, ...], steps: int, layers: int) -> Recipe:
-    """Rank steps // layers for these roles, and one more in the first steps % layers layers."""
-    rank, more = divmod(steps, layers)
-    rules = [Rule(roles=BODY_ROLES, format=INT3, method="hqq")]
-    rules.insert(0, Rule(roles=roles, format=INT3, method="hqq", rank=str(rank)))
-    if more:
-        first = Rule(roles=roles, layers=(0, more - 1), format=INT3, method="hqq", rank=str(rank + 1))
-        rules.insert(0, first)
-    return Recipe(name=f"{name}-{steps}-of-{layers}-x1", rules=tuple(rules), cap=False, iterations=1)
 
 
 # Figure 11
@@ -388,21 +335,17 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models-folder", type=Path, default=SHARED / "models")
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--models-folder", type=Path, default=SHARED / "models")
+    options.add_argument(
         "--models", nargs="*", default=["tiny-mixtral", "tiny-mixtral-outliers", "tiny-deepseek"]
     )
-    parser.add_argument("--only", nargs="*", choices=list(SECTIONS), help="sections; default all")
-    parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=65_536, help="of the text, from its beginning; 0 = all")
-    parser.add_argument("--work", type=Path, default=WORK, help="packed checkpoints stay here for reuse")
-    parser.add_argument("--fresh", action="store_true", help="compress everything anew")
-    parser.add_argument("--page", type=Path, help="insert the sections between the markers of this page")
-    return parser.parse_args()
+    options.add_argument("--only", nargs="*", choices=list(SECTIONS), help="sections; default all")
+    add_text(options, tokens=65_536)
+    add_work(options)
+    options.add_argument("--fresh", action="store_true", help="compress everything anew")
+    add_page(options, "SECTION")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

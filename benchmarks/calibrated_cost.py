@@ -32,8 +32,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from _markdown import insert, table
-from compress import heavy_tailed
+from _markdown import table
+from _script import add_page, parser, publish
+from _synthetic import heavy_tailed
 from torch import Tensor
 
 from trilobite.formats.weight import dequantize
@@ -271,23 +272,19 @@ def main() -> None:
     if len(rows) < len(CASES):
         raise SystemExit(f"{len(rows)} of {len(CASES)} cases are measured; run the other --cases, too")
     report = markdown(rows, known["rate"])
-    print(report)
-    if args.page:
-        insert(args.page, "calibrated-cost", report)
-    print(json.dumps({"benchmark": "calibrated_cost", "rate": known["rate"], "rows": rows}))
+    summary = {"benchmark": "calibrated_cost", "rate": known["rate"], "rows": rows}
+    publish(report, summary, page=args.page, marker="calibrated-cost")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument(
         "--cases", type=int, nargs="*", default=range(len(CASES)), help="only these, by number"
     )
-    parser.add_argument("--results", type=Path, help="keep the measured cases in this file")
-    parser.add_argument("--page", type=Path, help="page with the markers `calibrated-cost`")
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options.add_argument("--results", type=Path, help="keep the measured cases in this file")
+    add_page(options, "calibrated-cost")
+    options.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    return options.parse_args()
 
 
 if __name__ == "__main__":

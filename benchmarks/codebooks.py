@@ -9,14 +9,12 @@ that of integers in groups of 64, whose scales count as bits. No code of b bits 
 Prints the bound first, then a markdown table, then one line of JSON.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from _markdown import insert, table
+from _markdown import table
+from _script import add_page, parser, publish
 from torch import Tensor
 
 from trilobite.formats.lattice import DIM, RHO, nearest
@@ -98,21 +96,19 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, print, and put the table on its page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vectors", type=int, default=200_064, help="vectors of eight weights")
-    parser.add_argument("--page", type=Path, help="page with the markers `codebooks`")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--vectors", type=int, default=200_064, help="vectors of eight weights")
+    add_page(options, "codebooks")
+    arguments = options.parse_args()
     count = max(1280, arguments.vectors // 128 * 128)
     print(
         f"bound: no code of b bits has a lower error than 2^-2b: {2**-4:.4f}, {2**-6:.4f}, {2**-8:.4f} for 2, 3, 4"
     )
     x = torch.randn(count, DIM, generator=torch.Generator().manual_seed(0))
     rows = [measure_lattice(x, name) for name in LATTICES] + [measure_integers(x, name) for name in INTEGERS]
-    text = markdown(rows)
-    print(text)
-    if arguments.page:
-        insert(arguments.page, "codebooks", f"{count:,} vectors of eight numbers:\n\n{text}")
-    print(json.dumps({"benchmark": "codebooks", "vectors": count, "rows": rows}))
+    summary = {"benchmark": "codebooks", "vectors": count, "rows": rows}
+    title = f"{count:,} vectors of eight numbers:"
+    publish(markdown(rows), summary, page=arguments.page, marker="codebooks", title=title)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,23 @@ promise: the largest two tensors in fp32 plus 1 GB. The last line is JSON.
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from _markdown import insert, table
+from _markdown import table
+from _script import add_output, add_page, parser, publish
+from _synthetic import heavy_tailed, write_mixtral
 from torch import Tensor
 
 from trilobite.quantize.matrix import quantize
@@ -148,14 +148,6 @@ def _seconds(call: Callable[[], object]) -> float:
 # Speed
 
 
-def heavy_tailed(n: int, k: int) -> Tensor:
-    """[n, k] bf16 of Student's t distribution with 5 degrees of freedom, standard deviation near 0.026."""
-    generator = torch.Generator().manual_seed(n * 31 + k)
-    chi = sum(torch.randn(n, k, generator=generator).square_() for _ in range(5))
-    assert isinstance(chi, Tensor)
-    return (torch.randn(n, k, generator=generator) / (chi / 5).sqrt_() * 0.02).bfloat16()
-
-
 def measure(case: Case, w: Tensor, *, jobs: int, repeats: int) -> dict[str, Any]:
     """Megaweights per second of all cores together: `jobs` matrices at a time, the median of the repeats.
 
@@ -272,76 +264,6 @@ def peak_memory(folder: Path, layers: int) -> dict[str, Any]:
     return row | {"within": peak <= bound}
 
 
-def write_mixtral(folder: Path, layers: int) -> tuple[list[int], int]:
-    """A sharded checkpoint of Mixtral-8x7B's shapes; its weights are one random block, scaled and repeated.
-
-    returns: elements of the two largest tensors, parameters
-    """
-    folder.mkdir(parents=True)
-    config = {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": layers,
-        "num_local_experts": 8,
-        "vocab_size": 32000,
-        "dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = dict(_mixtral_tensors(layers))
-    block = heavy_tailed(4096, 1024)
-    shards = [
-        ("model.embed_tokens.", "model.norm.", "lm_head."),
-        *((f"model.layers.{i}.",) for i in range(layers)),
-    ]
-    index: dict[str, str] = {}
-    for number, prefixes in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        chosen = {t: shape for t, shape in shapes.items() if t.startswith(prefixes)}
-        _write_shard(folder / name, chosen, block)
-        index |= dict.fromkeys(chosen, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    sizes = sorted((torch.Size(shape).numel() for shape in shapes.values()), reverse=True)
-    return sizes[:2], sum(sizes)
-
-
-def _mixtral_tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name in ("model.embed_tokens", "lm_head"):
-        yield f"{name}.weight", (32000, 4096)
-    yield "model.norm.weight", (4096,)
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}.{norm}.weight", (4096,)
-        for name, rows in (("q", 4096), ("k", 1024), ("v", 1024), ("o", 4096)):
-            yield f"{layer}.self_attn.{name}_proj.weight", (rows, 4096)
-        yield f"{layer}.block_sparse_moe.gate.weight", (8, 4096)
-        for e in range(8):
-            for name, shape in (("w1", (14336, 4096)), ("w2", (4096, 14336)), ("w3", (14336, 4096))):
-                yield f"{layer}.block_sparse_moe.experts.{e}.{name}.weight", shape
-
-
-def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], block: Tensor) -> None:
-    header: dict[str, Any] = {}
-    at = 0
-    for name, shape in shapes.items():
-        size = 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as f:
-        f.write(struct.pack("<Q", len(text)) + text)
-        for i, shape in enumerate(shapes.values()):
-            data = (block * (1 + i / len(shapes))).view(torch.uint8).numpy().tobytes()
-            left = 2 * torch.Size(shape).numel()
-            while left > 0:
-                left -= f.write(data[:left])
-
-
 def memory_text(row: dict[str, Any]) -> str:
     """One sentence about the memory."""
     return (
@@ -376,34 +298,25 @@ def main() -> None:
             shutil.rmtree(folder)
         lines += [memory_text(summary["memory"])]
     report = "\n".join(lines).strip()
-    print(report)
-    if args.output:
-        args.output.write_text(report + "\n", encoding="utf-8")
-    if args.page:
-        insert(args.page, "compress", report)
-    print(json.dumps(summary))
+    publish(report, summary, page=args.page, marker="compress", output=args.output)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one repeat, a sixteenth of the large matrices")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=0, help="matrices at a time; 0 = one per core")
-    parser.add_argument("--rss", action="store_true", help="also measure peak memory (needs 8 GB of disk)")
-    parser.add_argument("--rss-only", action="store_true", help="only peak memory")
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="one repeat, a sixteenth of the large matrices")
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--jobs", type=int, default=0, help="matrices at a time; 0 = one per core")
+    options.add_argument("--rss", action="store_true", help="also measure peak memory (needs 8 GB of disk)")
+    options.add_argument("--rss-only", action="store_true", help="only peak memory")
+    options.add_argument(
         "--layers", type=int, default=2, help="of the synthetic checkpoint, 1.45e9 parameters each"
     )
-    parser.add_argument(
+    options.add_argument(
         "--work", type=Path, help="folder for the synthetic checkpoint; default: the system's"
     )
-    parser.add_argument("-o", "--output", type=Path, help="write the markdown here")
-    parser.add_argument(
-        "--page", type=Path, help="insert it between the markers of this page (docs/results.md)"
-    )
-    return parser.parse_args()
+    add_output(options)
+    add_page(options, "compress")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

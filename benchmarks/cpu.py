@@ -11,11 +11,10 @@ memory, before and after each run of a kernel. The sets of weights exceed what a
 import argparse
 import json
 import os
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,101 +23,20 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from _layers import DEEPSEEK, MIXTRAL, Layer, make_lattice_layer, make_layer, routing
 from _markdown import insert, table
+from _script import SHARED, TEXT
+from _whole_models import clock_modules, packed_models, step_bytes
 from torch import Tensor
 
-from trilobite.formats.affine import packed_shape
+from trilobite.evaluate.perplexity import score, tokenize_file
 from trilobite.formats.incoherence import draw_signs
-from trilobite.formats.lattice import DIM, Record
-from trilobite.formats.weight import factor_shape, stored_shapes
 from trilobite.kernels import cpu, ops
-from trilobite.kernels.expert_table import Column
-from trilobite.recipe import COMPENSATORS, Format, LatticeFormat
+from trilobite.quantize.compress import compress
+from trilobite.recipe import Format, LatticeFormat, load_recipe
+from trilobite.runtime.load import load, load_tokenizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """The routed experts of a model: E experts, A of them active, hidden size H, intermediate size I."""
-
-    name: str
-    experts: int
-    active: int
-    hidden: int
-    intermediate: int
-
-
-MIXTRAL = Layer(name="Mixtral-8x7B", experts=8, active=2, hidden=4096, intermediate=14336)
-# Its two shared experts work on every token; as routed ones they cost the same bytes.
-DEEPSEEK = Layer(name="DeepSeek-MoE-16B", experts=64, active=8, hidden=2048, intermediate=1408)
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 512)
-
-
-def _fill(part: Tensor, fmt: Format) -> None:
-    """Random codes; scales and offsets of an ordinary weight matrix."""
-    codes = fmt.group * fmt.bits * 2
-    noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    flat = part.flatten()
-    for at in range(0, flat.numel(), noise.numel()):
-        piece = flat[at : at + noise.numel()]
-        piece.copy_(noise[: piece.numel()])
-    meta = torch.cat((torch.full((16,), 0.01), torch.full((16,), -0.005 * (2**fmt.bits - 1)))).half()
-    part[..., codes:] = meta.view(torch.uint8)
-
-
-def _fill_factor(part: Tensor) -> None:
-    part.random_(0, 256)
-    part[..., -2:] = torch.tensor([0.01]).half().view(torch.uint8)
-
-
-def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[Tensor, Tensor, float]:
-    """A slab and table of random experts, and the bytes of one expert."""
-    h, i = layer.hidden, layer.intermediate
-    shapes = ((i, h), (i, h), (h, i))
-    sizes = [torch.Size(packed_shape(fmt, n, k)).numel() for n, k in shapes]
-    factors = [[torch.Size(factor_shape("int3", rank, m)).numel() for m in shape] for shape in shapes]
-    per_expert = sum(sizes) + sum(map(sum, factors))
-    slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
-    data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
-    at = 0
-    for e in range(layer.experts):
-        for p, (n, k) in enumerate(shapes):
-            offsets = [at, -1, at + sizes[p], at + sizes[p] + factors[p][0]]
-            _fill(slab[at : at + sizes[p]].view(packed_shape(fmt, n, k)), fmt)
-            at += sizes[p]
-            if rank:
-                for length, size in zip((n, k), factors[p], strict=True):
-                    _fill_factor(slab[at : at + size].view(factor_shape("int3", rank, length)))
-                    at += size
-            bits = COMPENSATORS["int3"]
-            data[e, p, : Column.LATTICE] = torch.tensor([*offsets, rank, bits, fmt.bits, fmt.group, 0, 0])
-    return slab, data, per_expert
-
-
-def make_lattice_layer(layer: Layer, fmt: LatticeFormat) -> tuple[Tensor, Tensor, float]:
-    """As `make_layer`, with random codewords; signs of a side depend on its length alone, as in checkpoints."""
-    h, i = layer.hidden, layer.intermediate
-    noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    record = Record(format=fmt, scale=0.01, second=0.003 if fmt.bits > 2 else 0.0).to_tensor()
-    shapes = [stored_shapes(fmt, n, k) for n, k in ((i, h), (i, h), (h, i))]
-    per_expert = sum(torch.Size(s).numel() for parts in shapes for s in parts.values())
-    slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
-    data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
-    at = 0
-    for e in range(layer.experts):
-        for p, parts in enumerate(shapes):
-            row = data[e, p]
-            for suffix, shape in parts.items():
-                row[Column[suffix.upper()]], size = at, torch.Size(shape).numel()
-                part, at = slab[at : at + size], at + size
-                if suffix == "packed":
-                    for start in range(0, size, noise.numel()):
-                        part[start : start + noise.numel()] = noise[: min(noise.numel(), size - start)]
-                else:
-                    part.copy_(record if suffix == "lattice" else draw_signs(fmt.transform, 8 * size, size))
-            row[Column.RANK] = row[Column.RANK_BITS] = row[Column.TUNED] = 0
-            row[Column.CODEBOOK] = row[Column.TRANSFORM] = 0
-            row[Column.BITS], row[Column.GROUP] = fmt.bits, DIM
-    return slab, data, per_expert
 
 
 def rotations(layer: Layer, tokens: int, active: int) -> float:
@@ -147,12 +65,6 @@ def lattice_layers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
             print("  ".join(rows[-1]), flush=True)
     head = ("one layer", "tokens", "ms", "GB/s", "probe GB/s", "share", "GMAC/s", "rotations, ms of a thread")
     return table(head, rows), data
-
-
-def routing(layer: Layer, tokens: int) -> tuple[Tensor, Tensor]:
-    """Random distinct experts for every token."""
-    index = torch.stack([torch.randperm(layer.experts)[: layer.active] for _ in range(tokens)])
-    return index, torch.rand(tokens, layer.active)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +106,7 @@ def measure(
 
 
 def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Issue table 1: one token, exact mode."""
+    """One token, both modes."""
     cases = [(MIXTRAL, b, r) for b, r in ((3, 0), (4, 0), (2, 0), (3, 16))] + [
         (DEEPSEEK, 3, 0),
         (DEEPSEEK, 3, 16),
@@ -222,7 +134,7 @@ def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
 
 
 def experts_of_many_tokens(quick: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Issue table 2: throughput by number of tokens, random routing, beside what the arithmetic units reach alone."""
+    """Throughput by number of tokens, random routing, beside what the arithmetic units reach alone."""
     rows, data = [], []
     peaks = {mode: cpu.measure_peak(mode) for mode in ("exact", "int8")}
     for layer in (MIXTRAL, DEEPSEEK):
@@ -275,62 +187,13 @@ def overhead(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     return table(("one call on 64 x 64 matrices", "us"), cells), [rows]
 
 
-def _tiny_config(name: str) -> tuple[Any, str]:
-    from transformers import AutoConfig
-
-    from trilobite.models.deepseek import register
-
-    register()
-    if name == "mixtral":
-        config = AutoConfig.for_model("mixtral", num_hidden_layers=2, vocab_size=32000)
-        return config, "Mixtral-8x7B shape, 2 layers"
-    config = AutoConfig.for_model(
-        "deepseek",
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        first_k_dense_replace=0,
-        tie_word_embeddings=False,
-    )
-    return config, "DeepSeek-MoE-16B shape, 4 layers"
-
-
-def _make_checkpoint(config: Any, folder: Path) -> None:
-    """A random bf16 checkpoint."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    noise = torch.randn(1 << 22).to(torch.bfloat16) * 0.02
-    for parameter in model.parameters():
-        flat = parameter.data.view(-1)
-        if parameter.dim() == 1:
-            flat.fill_(1)
-        for at in range(0, flat.numel() if parameter.dim() > 1 else 0, noise.numel()):
-            piece = flat[at : at + noise.numel()]
-            piece.copy_(noise[: piece.numel()])
-    for module in model.modules():  # to_empty leaves buffers such as rotary frequencies undefined
-        if hasattr(module, "original_inv_freq") or hasattr(module, "inv_freq"):
-            module.__init__(config=config)
-    model.save_pretrained(folder)
-
-
 def whole_models(quick: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Issue table 3: `generate` on models with true layers, INT3 body, INT8 head; and loading them."""
-
+    """Decoding steps of models with true layers, INT3 body, INT8 head; and loading them."""
     rows, data = [], []
-    for title, packed in _packed_models():
-        _load(packed)
+    for title, packed in packed_models():
+        load(str(packed))
         start = time.perf_counter()
-        model = _load(packed)
+        model = load(str(packed))
         seconds = time.perf_counter() - start
         size = sum(f.stat().st_size for f in packed.glob("*.safetensors"))
         for mode in ("exact", "int8"):
@@ -349,38 +212,12 @@ def whole_models(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     return table(header, rows), data
 
 
-def _packed_models() -> Iterator[tuple[str, Path]]:
-    """Name and folder of each whole model; the folder is gone when the next one is asked for."""
-    from trilobite.quantize.compress import compress
-    from trilobite.recipe import load_recipe
-
-    for name in ("mixtral", "deepseek"):
-        config, title = _tiny_config(name)
-        with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-            source, packed = Path(folder, "source"), Path(folder, "packed")
-            _make_checkpoint(config, source)
-            compress(str(source), packed, load_recipe("rtn3"))
-            shutil.rmtree(source)
-            # What was just written lies in the page cache in pieces; read from disk, as users have it, it lies better.
-            for file in packed.iterdir():
-                with file.open() as opened:
-                    os.fsync(opened.fileno())
-                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            yield title, packed
-
-
-def _load(packed: Path) -> Any:
-    from trilobite.runtime.load import load
-
-    return load(str(packed))
-
-
 def steps(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """Where the time of one token goes: milliseconds by kind of module, batch 1, exact mode."""
     rows, data = [], []
-    for title, packed in _packed_models():
-        model = _load(packed)
-        spent = _clocked(model)
+    for title, packed in packed_models():
+        model = load(str(packed))
+        spent = clock_modules(model)
         cache = model(torch.randint(0, 32000, (1, 16)), use_cache=True).past_key_values
         times: list[dict[str, float]] = []
         for _ in range(30 if quick else 100):
@@ -396,46 +233,6 @@ def steps(quick: bool) -> tuple[str, list[dict[str, Any]]]:
         data.append({"case": title, **medians})
         print(title, medians, flush=True)
     return table(("model", "part", "ms", "share"), rows), data
-
-
-def _clocked(model: Any) -> dict[str, float]:
-    """Let every module of a kind below add its time to a sum; returns the sums."""
-    from trilobite.runtime.experts import PackedExperts
-    from trilobite.runtime.linear import PackedLinear
-
-    spent: dict[str, float] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, PackedExperts):
-            kind = "routed experts"
-        elif isinstance(module, PackedLinear):
-            kind = "head" if "head" in name else "attention matrices" if "attn" in name else "shared experts"
-        elif type(module).__name__.endswith("RMSNorm"):
-            kind = "norms"
-        else:
-            continue
-
-        def clocked(*args: Any, call: Any = module.forward, kind: str = kind, **named: Any) -> Any:
-            start = time.perf_counter()
-            result = call(*args, **named)
-            spent[kind] = spent.get(kind, 0.0) + time.perf_counter() - start
-            return result
-
-        module.forward = clocked
-    return spent
-
-
-def step_bytes(model: Any, batch: int) -> float:
-    """Bytes that one decoding step reads: all but the embedding, and of the routed experts those that are hit."""
-    from trilobite.runtime.experts import PackedExperts
-
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    total = sum(tensors.values()) - model.get_input_embeddings().weight.nbytes
-    active = model.config.num_experts_per_tok
-    for module in model.modules():
-        if isinstance(module, PackedExperts):
-            size = sum(t.nbytes for t in module.buffers())
-            total -= size * (1 - active / module.num_experts) ** batch
-    return float(total)
 
 
 def _generate(model: Any, batch: int, length: int) -> tuple[float, float]:
@@ -460,20 +257,13 @@ def _generate(model: Any, batch: int, length: int) -> tuple[float, float]:
 
 def int8_quality(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """What one-digit activations cost: perplexity of the small trained models of ../shared."""
-    from trilobite.evaluate.perplexity import score, tokenize_file
-    from trilobite.quantize.compress import compress
-    from trilobite.recipe import load_recipe
-    from trilobite.runtime.load import load, load_tokenizer
-
-    shared = Path(__file__).resolve().parents[2] / "shared"
-    text = shared / "data" / "eval" / "wikitext-2" / "wiki.test.detok.txt"
     rows, data = [], []
     for name in ("tiny-mixtral", "tiny-mixtral-outliers", "tiny-deepseek"):
-        source = shared / "models" / name
-        if not source.is_dir() or not text.exists():
-            print(f"{source} or {text} is not here; skipped")
+        source = SHARED / "models" / name
+        if not source.is_dir() or not TEXT.exists():
+            print(f"{source} or {TEXT} is not here; skipped")
             continue
-        ids = tokenize_file(load_tokenizer(str(source)), text)[: 4096 if quick else 32768]
+        ids = tokenize_file(load_tokenizer(str(source)), TEXT)[: 4096 if quick else 32768]
         with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
             compress(str(source), Path(folder, "packed"), load_recipe("search3"))
             model = load(str(Path(folder, "packed")))

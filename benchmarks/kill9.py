@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from _script import parser
+
 
 def digests(path: Path) -> dict[str, str]:
     """sha256 of every file, hidden ones too."""
@@ -58,16 +60,14 @@ def finish(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", help="folder of a checkpoint")
-    parser.add_argument("--recipe", default="milo-s1")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, help="folder for the results (default: a temporary one)")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("source", help="folder of a checkpoint")
+    options.add_argument("--recipe", default="milo-s1")
+    options.add_argument("--kills", type=int, default=20)
+    options.add_argument("--jobs", type=int, default=2)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--work", type=Path, help="folder for the results (default: a temporary one)")
+    arguments = options.parse_args()
     work = Path(tempfile.mkdtemp(prefix="kill9-", dir=arguments.work))
     try:
         identical = measure(arguments, work)

@@ -22,7 +22,6 @@ Prints a markdown table, whether all inequalities hold, and one line of JSON.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _markdown import insert, table
-from quality import FREQUENCY_TEXT, WORK, hessians
+from _markdown import table
+from _packed import hessians
+from _script import TRAINING_TEXT, add_model, add_page, add_work, parser, publish
 from torch import Tensor
 
 from trilobite.checkpoint.roles import identify, read_matrix
@@ -194,25 +194,21 @@ def main() -> None:
             f"- Every bound is above what it bounds: **{'yes' if good else 'NO'}**",
         )
     )
-    print(report)
-    if args.page:
-        insert(args.page, "proxy-bound", report)
-    print(json.dumps({"benchmark": "proxy_bound", "model": args.model.name, "rows": rows, "good": good}))
+    summary = {"benchmark": "proxy_bound", "model": args.model.name, "rows": rows, "good": good}
+    publish(report, summary, page=args.page, marker="proxy-bound")
     sys.exit(not good)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="folder of the original checkpoint")
-    parser.add_argument("--layers", type=int, nargs="*", default=[0, 3, 5])
-    parser.add_argument("--calibration", type=Path, default=FREQUENCY_TEXT)
-    parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--work", type=Path, default=WORK, help="where quality.py keeps the Hessians")
-    parser.add_argument("--page", type=Path, help="page with the markers `proxy-bound`")
-    return parser.parse_args()
+    options = parser(__doc__)
+    add_model(options)
+    options.add_argument("--layers", type=int, nargs="*", default=[0, 3, 5])
+    options.add_argument("--calibration", type=Path, default=TRAINING_TEXT)
+    options.add_argument("--samples", type=int, default=SAMPLES)
+    options.add_argument("--context", type=int, default=256)
+    add_work(options, "where quality.py keeps the Hessians")
+    add_page(options, "proxy-bound")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -8,349 +8,25 @@ Compresses the model with every recipe of `data_free()` into the work folder (fi
 per batch. With `--calibration` it is those of `calibrated()`: the original is run on that text once, its Hessians
 are kept in the work folder, and all recipes take them from there.
 
-The operators decode packed weights on every call. So that 20 recipes x 300,000 tokens take minutes, each
-packed model is decoded once into a float32 model; on the first window it must agree with the operators
-(KL < 1e-6). Everything runs in float32: bf16 activations alone would cost as much as int8 does.
+Everything runs in float32: bf16 activations alone would cost as much as int8 does.
 
 Prints a markdown table, whether the orderings hold that the methods promise, and one line of JSON.
 """
 
 import argparse
-import gc
-import json
-import os
-import shutil
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from _markdown import insert, table
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from _markdown import table
+from _packed import Packed, bytes_on_disk, frequencies, hessians, pack, parameters
+from _recipes import BEHIND, HEAD16, calibrated, data_free
+from _scoring import open_bench
+from _script import add_model, add_output, add_page, add_text, add_work, parser, publish
 
-import trilobite.integrations.transformers  # noqa: F401  (registers the plugin)
-from trilobite.checkpoint.packed import read_report
-from trilobite.checkpoint.roles import identify
-from trilobite.checkpoint.source import open_source
-from trilobite.errors import DestinationError
-from trilobite.evaluate.frequency import expert_frequency, load_frequency, save_frequency
-from trilobite.evaluate.perplexity import REFERENCE, Score, score, tokenize_file, windows
-from trilobite.formats.weight import PackedWeight, dequantize
-from trilobite.quantize.calibrated import Calibrator, Run
+from trilobite.evaluate.perplexity import REFERENCE, Score
 from trilobite.quantize.calibration import SAMPLES, Calibration
-from trilobite.quantize.compress import Options, compress, prepare
-from trilobite.quantize.plan import Plan
-from trilobite.recipe import PRESETS, AnyFormat, Recipe, needs_calibration, parse_format
-from trilobite.runtime.load import load, load_tokenizer, map_tensors
-from trilobite.runtime.swap import group_parts
-
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-TEXT = SHARED / "data/eval/wikitext-2/wiki.test.detok.txt"
-FREQUENCY_TEXT = SHARED / "data/train/wikipedia.txt"
-FREQUENCY_TOKENS = 65_536
-WORK = Path(tempfile.gettempdir()) / "trilobite-bench"
-AGREEMENT = 1e-6
-"""Largest KL divergence between the operators and the decoded model: float32 rounding, nothing else."""
-HEAD16 = "search3, 16-bit head"
-BEHIND = " (behind quantized)"
-"""Ends the names of rows whose blocks are calibrated on what the quantized blocks before them make."""
-Frequency = dict[int, list[int]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """One compressed model on disk.
-
-    bits: per parameter, every byte counted    body: per weight of the quantized matrices but the 8-bit head
-    """
-
-    name: str
-    path: Path
-    bytes: int
-    bits: float
-    body: float
-    seconds: float
-    plan: Plan
-
-
-# Recipes
-
-
-def data_free() -> dict[str, Recipe]:
-    """What is measured without a calibration text, by the name in the table."""
-    found = {name: PRESETS[name] for name in ("rtn3", "hqq3", "search3")}
-    for size in ("s1", "s2"):
-        for method in ("hqq", "search"):
-            found[f"milo-{size} ({method})"] = with_method(PRESETS[f"milo-{size}"], method)
-    two = {
-        name.replace("3", "2", 1) if name[-1] == "3" else f"{name} int2": with_bits(r, 2)
-        for name, r in found.items()
-    }
-    found |= two
-    found |= {name: PRESETS[name] for name in ("milo-s1-paper", "milo-s2-paper")}
-    found["mixed-4-3"], found["mixed-4-2"] = PRESETS["mixed-4-3"], PRESETS["mixed-4-2"]
-    found["int8"], found["int4"] = PRESETS["int8"], PRESETS["int4"]
-    found[HEAD16] = without_head(PRESETS["search3"])
-    return named(found)
-
-
-def calibrated() -> dict[str, Recipe]:
-    """What is measured with a calibration text, beside the data-free methods of as many bits."""
-    found: dict[str, Recipe] = {}
-    for bits in (2, 3, 4):
-        for method in ("rtn", "hqq", "search"):
-            found[f"{method}{bits}"] = with_bits(PRESETS[f"{method}3"], bits)
-        found[f"gptq{bits}"] = PRESETS[f"gptq{bits}"]
-        found[f"gptq{bits} (order)"] = with_method(PRESETS[f"gptq{bits}"], "gptq-order")
-        found[f"milo-s1 (search) int{bits}"] = with_bits(PRESETS["milo-s1"], bits)
-        if bits < 4:
-            found[f"milo-s1 (gptq) int{bits}"] = with_method(found[f"milo-s1 (search) int{bits}"], "gptq")
-        if bits == 2:  # near the bits of QuIP#
-            for fmt in ("int2-g128-sym", "int2-g64-dq"):
-                found[f"search {fmt}"] = with_format(PRESETS["search3"], fmt)
-                found[f"gptq {fmt}"] = with_format(PRESETS["gptq2"], fmt)
-        found[f"quip{bits}-free"] = PRESETS[f"quip{bits}-free"]
-        found[f"quip{bits} (no E8)"] = with_format(PRESETS[f"quip{bits}"], f"grid-{bits}")
-        found[f"quip{bits}"] = PRESETS[f"quip{bits}"]
-        if bits < 4:
-            found[f"quip{bits} (fourier)"] = with_format(PRESETS[f"quip{bits}"], f"e8p-{bits}-fourier")
-    found["gptq3" + BEHIND] = PRESETS["gptq3"]
-    return named(found)
-
-
-def named(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Each recipe is called as its row is."""
-    return {name: replace(r, name=slug(name)) for name, r in recipes.items()}
-
-
-def slug(name: str) -> str:
-    """A name for a folder and a recipe: `milo-s1 (hqq) int2` -> `milo-s1-hqq-int2`."""
-    return "-".join(name.replace("(", "").replace(")", "").replace(",", "").split())
-
-
-def with_method(recipe: Recipe, method: str) -> Recipe:
-    """The same recipe with another method in every rule of the body; the head stays as it is."""
-    rules = tuple(r if _is_head(r.format) else replace(r, method=method) for r in recipe.rules)
-    return replace(recipe, rules=rules)
-
-
-def with_bits(recipe: Recipe, bits: int) -> Recipe:
-    """The same recipe with other codes in every rule of the body; the head stays as it is."""
-    rules = tuple(
-        r if r.format is None or _is_head(r.format) else replace(r, format=replace(r.format, bits=bits))
-        for r in recipe.rules
-    )
-    return replace(recipe, rules=rules)
-
-
-def with_format(recipe: Recipe, fmt: str) -> Recipe:
-    """The same recipe with another format in every rule of the body; the head stays as it is."""
-    rules = tuple(r if _is_head(r.format) else replace(r, format=parse_format(fmt)) for r in recipe.rules)
-    return replace(recipe, rules=rules)
-
-
-def without_head(recipe: Recipe) -> Recipe:
-    """The same recipe with the output head in 16 bit."""
-    return replace(recipe, rules=tuple(r for r in recipe.rules if not _is_head(r.format)))
-
-
-def _is_head(fmt: AnyFormat | None) -> bool:
-    return fmt is not None and fmt.bits == 8
-
-
-# Compressing
-
-
-def hessians(model: Path, work: Path, calibration: Calibration) -> tuple[Calibration, float]:
-    """The Hessians of the original model, collected once for all recipes, and the seconds that took."""
-    folder = work / model.name / "hessians"
-    clock = folder.with_name("hessians.seconds")
-    source = open_source(str(model))
-    lines = [line for line in prepare(source, PRESETS["gptq3"]).lines if line.method == "gptq"]
-    started = time.monotonic()
-    calibrator = Calibrator(source, replace(calibration, propagate="original", save=folder))
-    assert calibrator.store is not None
-    if any(line.matrix.name not in calibrator.store for line in lines):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        calibrator.build(source, identify(source), torch.device("cpu"))
-        calibrator.collect(lines, Run(jobs=os.cpu_count() or 1, workspace=work))
-        torch.set_num_threads(threads)
-        clock.write_text(f"{time.monotonic() - started:.3f}\n")
-    return Calibration(hessians=folder), float(clock.read_text())
-
-
-def pack(
-    model: Path,
-    recipe: Recipe,
-    work: Path,
-    *,
-    frequency: Frequency | None,
-    calibration: Calibration | None = None,
-    fresh: bool = False,
-) -> Packed:
-    """Compress into the work folder, or use what an earlier run left there."""
-    folder = work / model.name / recipe.name
-    clock = folder.with_name(f"{folder.name}.seconds")
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
-    run = partial(
-        compress,
-        str(model),
-        folder,
-        recipe,
-        frequency=frequency,
-        calibration=calibration if needs_calibration(recipe) else None,
-        options=Options(device="cpu"),
-    )
-    try:
-        result = run()
-    except DestinationError:  # of an older version, or another recipe of this name: the folder is ours
-        shutil.rmtree(folder)
-        result = run()
-    if result.fresh:
-        clock.write_text(f"{result.seconds:.3f}\n")
-    lines = [line for line in result.plan.lines if line.format is not None and line.format.bits < 8]
-    lines = lines or [line for line in result.plan.lines if line.format is not None]
-    size = bytes_on_disk(folder)
-    return Packed(
-        name=recipe.name,
-        path=folder,
-        bytes=size,
-        bits=8 * size / parameters(result.plan),
-        body=8 * sum(line.nbytes for line in lines) / sum(numel(line.matrix.shape) for line in lines),
-        seconds=float(clock.read_text()),
-        plan=result.plan,
-    )
-
-
-def bytes_on_disk(folder: Path) -> int:
-    """Every file: weights, headers, index, config, report, tokenizer."""
-    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-
-
-def parameters(plan: Plan) -> int:
-    """Parameters of the whole model."""
-    return sum(numel(line.matrix.shape) for line in plan.lines)
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Elements of a tensor of this shape."""
-    return torch.Size(shape).numel()
-
-
-def frequencies(model: Path, work: Path) -> Frequency:
-    """How often each expert is used on training text, not the measured one; kept in the work folder."""
-    path = work / model.name / "frequency.json"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        excerpt = path.with_name("frequency.txt")
-        excerpt.write_text(
-            FREQUENCY_TEXT.read_text(encoding="utf-8")[: FREQUENCY_TOKENS * 6], encoding="utf-8"
-        )
-        ids = windows(tokenize_file(load_tokenizer(str(model)), excerpt)[:FREQUENCY_TOKENS], 256)
-        counts = expert_frequency(load(str(model), dtype=torch.float32), ids, batch=16)
-        save_frequency(path, counts, model_name=model.name, text=FREQUENCY_TEXT.name, tokens=ids.numel())
-    return load_frequency(path)
-
-
-# Measuring
-
-
-def unpacked(folder: Path, original: Path) -> PreTrainedModel:
-    """A packed model as an ordinary float32 one: every matrix decoded once."""
-    return build(decoded(folder), original)
-
-
-def decoded(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a packed model by the original's names, every matrix decoded."""
-    tensors = map_tensors(open_source(str(folder)))
-    shapes = {t["name"].removesuffix(".weight"): t["shape"] for t in read_report(folder)["tensors"]}
-    for path, parts in group_parts(tensors).items():
-        n, k = shapes[path]
-        for suffix in parts:
-            del tensors[f"{path}.weight_{suffix}"]
-        tensors[f"{path}.weight"] = dequantize(PackedWeight(shape=(n, k), **parts))
-    return tensors
-
-
-def build(tensors: dict[str, Tensor], original: Path) -> PreTrainedModel:
-    """An ordinary float32 model of the original's architecture with these weights."""
-    kind = type(load(str(original)))
-    model: PreTrainedModel = kind.from_pretrained(
-        None, config=AutoConfig.from_pretrained(original), state_dict=tensors, dtype=torch.float32
-    )
-    return model.eval()
-
-
-def disagreement(folder: Path, decoded: PreTrainedModel, window: Tensor) -> float:
-    """KL divergence between decoded model and operators on one window; SystemExit when more than rounding."""
-    packed = load(str(folder), dtype=torch.float32)
-    kl = score({"operators": packed}, window, context=len(window), batch=1, reference=decoded)["operators"].kl
-    assert kl is not None
-    if not kl < AGREEMENT:
-        raise SystemExit(
-            f"error: {folder}: the operators differ from the decoded weights by KL {kl:.3g} on one window"
-        )
-    return kl
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """What to measure on. memory: GB for decoded models, which are measured together while they fit."""
-
-    model: Path
-    ids: Tensor
-    context: int
-    batch: int = 16
-    memory: float = 8.0
-
-    def scores(self, packed: Mapping[str, Path]) -> dict[str, Score]:
-        """Score packed checkpoints against the original."""
-        reference = load(str(self.model), dtype=torch.float32)
-        found: dict[str, Score] = {}
-        for names in self._chunks(list(packed), reference):
-            models = {name: unpacked(packed[name], self.model) for name in names}
-            for name, model in models.items():
-                disagreement(packed[name], model, self.ids[: self.context])
-            found |= score(
-                models,
-                self.ids,
-                context=self.context,
-                batch=self.batch,
-                reference=reference,
-                progress=_progress,
-            )
-            del models
-            gc.collect()
-        return found
-
-    def _chunks(self, names: Sequence[str], model: PreTrainedModel) -> Iterator[Sequence[str]]:
-        size = max(1, int(self.memory * 1e9 / (4 * model.num_parameters())) - 1)
-        for start in range(0, len(names), size):
-            yield names[start : start + size]
-
-
-def open_bench(
-    model: Path, text: Path, *, context: int, tokens: int = 0, batch: int = 16, memory: float = 8.0
-) -> Bench:
-    """Tokenise the text (its first `tokens` tokens, 0 = all) for a model."""
-    transformers_logging.disable_progress_bar()
-    ids = tokenize_file(load_tokenizer(str(model)), text)
-    return Bench(model=model, ids=ids[: tokens or len(ids)], context=context, batch=batch, memory=memory)
-
-
-def _progress(done: int, total: int) -> None:
-    print(f"\r{done}/{total} windows ", end="" if done < total else "\n", flush=True)
-
-
-# Reporting
 
 
 def rows_of(
@@ -463,44 +139,35 @@ def main() -> None:
     verdicts = checks(rows)
     lines += ["", *(f"- {text}: **{'yes' if good else 'NO'}**" for text, good in verdicts)]
     report = "\n".join(lines).strip()
-    print(report)
-    if args.output:
-        args.output.write_text(report + "\n", encoding="utf-8")
-    if args.page:
-        insert(args.page, f"{'calibrated' if args.calibration else 'quality'}-{args.model.name}", report)
-    summary = {
+    summary: dict[str, Any] = {
         "benchmark": "quality",
         "model": args.model.name,
         "context": args.context,
         "tokens": first.tokens,
     }
     names = {REFERENCE: asdict(first)["reference_perplexity"]}
-    print(json.dumps(summary | names | {"rows": rows, "checks": dict(verdicts)}))
+    summary |= names | {"rows": rows, "checks": dict(verdicts)}
+    marker = f"{'calibrated' if args.calibration else 'quality'}-{args.model.name}"
+    publish(report, summary, page=args.page, marker=marker, output=args.output)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="folder of the original checkpoint")
-    parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=0, help="of the text, from its beginning; 0 = all")
-    parser.add_argument("--calibration", type=Path, help="measure the calibrated recipes, on this text")
-    parser.add_argument(
+    options = parser(__doc__)
+    add_model(options)
+    add_text(options, tokens=0)
+    options.add_argument("--calibration", type=Path, help="measure the calibrated recipes, on this text")
+    options.add_argument(
         "--samples", type=int, default=SAMPLES, help="calibration windows of --context tokens"
     )
-    parser.add_argument("--recipes", nargs="*", help="only these, by their name in the table")
-    parser.add_argument("--work", type=Path, default=WORK, help="packed checkpoints stay here for reuse")
-    parser.add_argument("--fresh", action="store_true", help="compress everything anew")
-    parser.add_argument(
+    options.add_argument("--recipes", nargs="*", help="only these, by their name in the table")
+    add_work(options)
+    options.add_argument("--fresh", action="store_true", help="compress everything anew")
+    options.add_argument(
         "--memory", type=float, default=8.0, help="GB for the models that are measured together"
     )
-    parser.add_argument("-o", "--output", type=Path, help="write the markdown here")
-    parser.add_argument(
-        "--page", type=Path, help="insert it between the markers of this page (docs/results.md)"
-    )
-    return parser.parse_args()
+    add_output(options)
+    add_page(options, "quality-MODEL")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ Prints markdown tables and one line of JSON.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from _markdown import insert, table
-from quality import TEXT, WORK, build, decoded, open_bench
+from _markdown import table
+from _scoring import build, decoded, open_bench
+from _script import add_model, add_page, add_text, add_work, parser, publish
 from torch import Tensor
 
 from trilobite.checkpoint.roles import Matrix, Role, identify, read_matrix
@@ -93,24 +93,18 @@ def main() -> None:
             ),
         )
     )
-    print(report)
-    if args.page:
-        insert(args.page, "row-loss", f"`{args.model.name}`:\n\n{report}")
     kl = {name: s.kl for name, s in scores.items()}
-    print(json.dumps({"benchmark": "row_loss", "model": args.model.name, "rows": rows, "kl": kl}))
+    summary = {"benchmark": "row_loss", "model": args.model.name, "rows": rows, "kl": kl}
+    publish(report, summary, page=args.page, marker="row-loss", title=f"`{args.model.name}`:")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="folder of the original checkpoint")
-    parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=4096, help="of the text, from its beginning")
-    parser.add_argument("--work", type=Path, default=WORK, help="where quality.py keeps its folders")
-    parser.add_argument("--page", type=Path, help="page with the markers `row-loss`")
-    return parser.parse_args()
+    options = parser(__doc__)
+    add_model(options)
+    add_text(options, tokens=4096)
+    add_work(options, "where quality.py keeps its folders")
+    add_page(options, "row-loss")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

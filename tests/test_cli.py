@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -356,6 +357,16 @@ def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp
         ("eval {packed} --text {text}", "use a smaller --context"),
         ("eval {packed} --text {tmp}/none.txt --context 64", "cannot be read"),
         ("stats {original} --text {text} --samples 1 --context 64 -o {tmp}/none/s.json", "cannot be written"),
+        ("stats {original} --text {text} --context 999 -o {tmp}/s.json", "made for 256 tokens, got 999"),
+        (f"generate {{packed}} {'x' * 300}", "the model was made for 256; make it shorter"),
+        (
+            "compress {original} {tmp}/out -r gptq3 --calibration {text} --memory nan",
+            "memory nan: expected GiB",
+        ),
+        (
+            "compress {original} {tmp}/out -r gptq3 --calibration {text} --memory -1",
+            "memory -1.0: expected GiB",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -374,7 +385,74 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "command", ["", "bogus", "compress only", "plan x", "eval x", "plan x -r rtn3 --jobs 1"]
+    ("file", "change", "command", "message"),
+    [
+        ("trilobite.json", None, "inspect {}", "no trilobite.json; expected a folder made by"),
+        ("tokenizer.json", lambda data: {}, "generate {} hello", "no usable tokenizer"),
+        (
+            "config.json",
+            lambda data: data | {"vocab_size": data["vocab_size"] + 8},
+            "generate {} hello",
+            "copy the checkpoint again",
+        ),
+    ],
+    ids=["report", "tokenizer", "config"],
+)
+def test_a_damaged_folder_is_one_line(
+    run: Run,
+    original: Path,
+    packed: Path,
+    tmp_path: Path,
+    file: str,
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None,
+    command: str,
+    message: str,
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(original if change else packed, folder)
+    data = json.loads((folder / file).read_text())
+    if change is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(json.dumps(change(data)))
+    failed = run(*command.format(folder).split())
+    assert (failed.status, failed.out) == (1, "")
+    assert failed.err.startswith("error: ")
+    assert failed.err.count("\n") == 1
+    assert message in failed.err
+
+
+def test_what_the_system_refuses_is_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        (tmp_path / "none" / "file").write_text("")
+
+    monkeypatch.setattr("trilobite.recipe.load_recipe", refuse)
+    failed = run("recipes", "rtn3")
+    assert failed.status == 1
+    assert failed.err.startswith(f"error: {tmp_path}/none/file: No such file or directory; check the path")
+    assert failed.err.count("\n") == 1
+
+    def blunder(*_: object) -> None:
+        raise OSError("not the system's")
+
+    monkeypatch.setattr("trilobite.recipe.load_recipe", blunder)
+    with pytest.raises(OSError, match="not the system's"):
+        run("recipes", "rtn3")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "bogus",
+        "compress only",
+        "plan x",
+        "eval x",
+        "plan x -r rtn3 --jobs 1",
+        f"generate x y --seed {2**70}",
+    ],
 )
 def test_wrong_usage_is_status_2(run: Run, command: str) -> None:
     assert run(*command.split()).status == 2

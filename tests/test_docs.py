@@ -1,9 +1,26 @@
-"""What is generated is current."""
+"""What is generated is current; links lead somewhere; commands that pages show exist with their options."""
 
 import importlib.util
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
-DOCS = Path(__file__).parent.parent / "docs"
+import pytest
+import typer
+
+from trilobite.cli import app
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "examples" / "README.md"])
+each_page = pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 
 
 def test_cli_reference_is_current() -> None:
@@ -13,3 +30,68 @@ def test_cli_reference_is_current() -> None:
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     assert (DOCS / "cli.md").read_text() == generator.render(), "run: python docs/generate_cli.py"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as forges make them."""
+    titles = re.findall(r"^#+ +(.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@each_page
+def test_links_lead_to_files_of_the_repository(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), target
+        assert file.is_relative_to(ROOT.resolve()), f"{target}: not in a clone"
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+def code(page: Path) -> Iterator[list[str]]:
+    """The words of every line of code on a page, and of every `span`."""
+    fenced = False
+    for line in page.read_text().replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+            continue
+        for text in [line] if fenced or line.startswith("    ") else re.findall(r"`([^`]+)`", line):
+            try:
+                yield shlex.split(text, comments=True)
+            except ValueError:  # an apostrophe: no command
+                continue
+
+
+@cache
+def help_of(script: Path) -> set[str]:
+    """The options that a script's --help shows."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as shown:
+        patch.syspath_prepend(str(script.parent))
+        patch.setenv("OMP_WAIT_POLICY", "passive")  # cpu.py sets it
+        patch.setattr(sys, "argv", [str(script), "--help"])
+        try:
+            with pytest.raises(SystemExit, match=r"^0$"):
+                runpy.run_path(str(script), run_name="__main__")
+        except ModuleNotFoundError as e:
+            pytest.skip(f"{script.name} needs {e.name}")
+    return options(shown.getvalue().split())
+
+
+def options(words: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+
+
+@each_page
+def test_commands_exist_with_their_options(page: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in code(page):
+        match [word for word in words if word != "python"]:
+            case ["trilobite", name, *rest] if name.islower() and name.isalpha():
+                assert name in group.commands, words
+                known = {opt for parameter in group.commands[name].params for opt in parameter.opts}
+                assert options(rest) <= known, words
+            case ["make", target, *_]:
+                assert target in targets, words
+            case [script, *rest] if re.fullmatch(r"(benchmarks|docs|examples)/\w+\.py", script):
+                assert (ROOT / script).exists(), words
+                assert not options(rest) or options(rest) <= help_of(ROOT / script), words

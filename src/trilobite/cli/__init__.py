@@ -44,6 +44,14 @@ def main() -> None:
     except TrilobiteError as e:
         note(f"error: {' '.join(str(e).split())}")
         sys.exit(1)
+    except OSError as e:
+        if e.errno is None:  # not the operating system's: a bug
+            raise
+        where = f"{e.filename}: " if e.filename else ""
+        note(
+            f"error: {where}{e.strerror}; check the path, its permissions and free space, and run the command again"
+        )
+        sys.exit(1)
     except SystemExit as e:
         if e.code == INTERRUPTED:
             stop("interrupted")

@@ -1,6 +1,7 @@
 """compress, plan, recipes: from an original checkpoint to a packed one."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from trilobite.cli.console import (
     number,
     print_json,
     print_table,
+    quiet,
     size,
     stop,
 )
@@ -110,7 +112,7 @@ def compress(
         memory=memory,
         finetune=finetune,
     )
-    with Progress() as bars:
+    with quiet() if ground else nullcontext(), Progress() as bars:
         progress = CompressProgress(bars)
         try:
             from trilobite.checkpoint.source import open_source

@@ -46,7 +46,7 @@ def inspect(
     from trilobite.quantize.stats import sample_roles
 
     source = open_source(path, revision=revision)
-    if is_packed(source.path):
+    if is_packed(source.path) or _names_trilobite(source.config):
         _inspect_packed(source.path, json)
         return
     matrices = identify(source, keep_unmatched=True)
@@ -58,6 +58,11 @@ def inspect(
         print_json(_original(path, str(source.config.get("model_type")), rows, sampled))
     else:
         _print_original(f"{path}: {source.config.get('model_type')}", rows, sampled)
+
+
+def _names_trilobite(config: dict[str, Any]) -> bool:
+    """Whether this is the config.json of a packed checkpoint, whose report may be lost."""
+    return (config.get("quantization_config") or {}).get("quant_method") == "trilobite"
 
 
 def _original(

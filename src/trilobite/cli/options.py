@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trilobite.errors import MissingExtraError
+from trilobite.errors import CalibrationError, MissingExtraError
 from trilobite.recipe import Recipe, load_recipe, parse_role, recipe_from_dict
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ def chosen_calibration(
     """The calibration that the command line asks for, where it asks for one.
 
     settings: samples, context, seed, propagate, memory (GiB) and finetune; None = the default
+    Raises CalibrationError for a memory that is no number of GiB.
     """
     from trilobite.quantize.calibration import Calibration
 
@@ -196,6 +197,8 @@ def chosen_calibration(
             raise typer.BadParameter(f"--{next(iter(given))} goes with --calibration")
         return None
     if "memory" in given:
+        if not 0 <= given["memory"] < float("inf"):
+            raise CalibrationError(f"memory {given['memory']}: expected GiB, 0 or more; change --memory")
         given["memory"] = int(given["memory"] * 2**30)
     return Calibration(text=text, save=save, hessians=hessians, **given)
 

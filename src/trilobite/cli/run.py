@@ -14,7 +14,17 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[
     str, typer.Argument(help="A packed or an original checkpoint: folder or hub id.", metavar="MODEL")
 ]
-SeedOption = Annotated[int | None, typer.Option(help="Same seed, same text.", metavar="S")]
+
+
+def _check_seed(seed: int | None) -> int | None:
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise typer.BadParameter("expected an integer of at most 64 bits")
+    return seed
+
+
+SeedOption = Annotated[
+    int | None, typer.Option(help="Same seed, same text.", callback=_check_seed, metavar="S")
+]
 TemperatureOption = Annotated[
     float, typer.Option(help="0 = always the likeliest token; 0.7 = livelier.", min=0.0, metavar="T")
 ]
@@ -53,10 +63,9 @@ def generate(
     with quiet():
         sampling = runtime.Sampling(temperature=temperature, top_p=top_p, seed=seed)
         loaded, tokenizer = load(model, device=usable_device(device)), load_tokenizer(model)
-        if not json:
-            _write(prompt)
+        echo = _Echo(prompt)
         made = runtime.generate(
-            loaded, tokenizer, prompt, tokens=tokens, sampling=sampling, on_text=None if json else _write
+            loaded, tokenizer, prompt, tokens=tokens, sampling=sampling, on_text=None if json else echo.write
         )
     if json:
         print_json(
@@ -72,8 +81,19 @@ def generate(
             }
         )
     else:
-        _write("\n")
+        echo.write("\n")
         note(_speed(made))
+
+
+class _Echo:
+    """The prompt, once the model accepted it and its first text is there; then what follows."""
+
+    def __init__(self, prompt: str) -> None:
+        self.before = prompt
+
+    def write(self, text: str) -> None:
+        _write(self.before + text)
+        self.before = ""
 
 
 def chat(

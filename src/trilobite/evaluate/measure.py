@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trilobite.evaluate.frequency import expert_frequency
-from trilobite.evaluate.perplexity import Score, score, tokenize_file, windows
+from trilobite.evaluate.perplexity import Score, check_windows, score, tokenize_file, windows
 
 LOGITS_BYTES = 256 * 2**20
 """A forward pass over a batch of windows makes at most this much of logits, in fp32."""
@@ -47,7 +47,11 @@ def count_experts(
     samples: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[int, list[int]], int]:
-    """Expert frequency on the first `samples` windows of a text (None = all), and the tokens read."""
+    """Expert frequency on the first `samples` windows of a text (None = all), and the tokens read.
+
+    Raises EvaluationError as `score_file` does.
+    """
     ids = windows(tokenize_file(tokenizer, text), context)[:samples]
+    check_windows(model.name_or_path, model, context, int(ids.max()))
     batch = fitting_batch(model, context)
     return expert_frequency(model, ids, batch=batch, progress=progress), ids.numel()

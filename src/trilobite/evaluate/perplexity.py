@@ -174,9 +174,14 @@ class _Sums:
 
 
 def _check(name: str, model: PreTrainedModel, context: int, last_id: int) -> None:
-    config: Any = model.config.get_text_config()
-    if config.is_encoder_decoder:
+    if model.config.get_text_config().is_encoder_decoder:
         raise EvaluationError(f"{name}: encoder-decoder models have no perplexity of a text; evaluate BLEU")
+    check_windows(name, model, context, last_id)
+
+
+def check_windows(name: str, model: PreTrainedModel, context: int, last_id: int) -> None:
+    """Raise EvaluationError when windows of `context` tokens, ids up to `last_id`, do not fit the model."""
+    config: Any = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit and context > limit:
         raise EvaluationError(f"{name}: made for {limit} tokens, got {context}; use --context {limit}")

@@ -49,7 +49,17 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
             config.quantization_config = {**quantization, "tensors": known}
     with _no_progress_bar():
         model, found = _model_class(config, source).from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype or "auto", output_loading_info=True
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by an error of our own
+        )
+    for name, *shapes in sorted(found["mismatched_keys"]):
+        have, wanted = map(tuple, shapes)
+        raise CheckpointError(
+            f"{source.path}: {name} is {have}, config.json asks for {wanted}; copy the checkpoint again"
         )
     if found["missing_keys"]:
         names = sorted(found["missing_keys"])
@@ -92,8 +102,8 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a checkpoint. Raises CheckpointError when there is none."""
     try:
         return AutoTokenizer.from_pretrained(open_source(path_or_id).path)  # type: ignore[no-any-return]
-    except (OSError, ValueError) as e:
-        reason = str(e).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise CheckpointError(f"{path_or_id}: no usable tokenizer: {reason}; copy the tokenizer files") from e
 
 

@@ -1,0 +1,103 @@
+"""Layers of random packed experts in the shapes of real models, as the CPU engine takes them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trilobite.formats.affine import packed_shape
+from trilobite.formats.incoherence import draw_signs
+from trilobite.formats.lattice import DIM, Record
+from trilobite.formats.weight import factor_shape, stored_shapes
+from trilobite.kernels.expert_table import Column
+from trilobite.recipe import COMPENSATORS, Format, LatticeFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The routed experts of a model: E experts, A of them active, hidden size H, intermediate size I."""
+
+    name: str
+    experts: int
+    active: int
+    hidden: int
+    intermediate: int
+
+
+MIXTRAL = Layer(name="Mixtral-8x7B", experts=8, active=2, hidden=4096, intermediate=14336)
+# Its two shared experts work on every token; as routed ones they cost the same bytes.
+DEEPSEEK = Layer(name="DeepSeek-MoE-16B", experts=64, active=8, hidden=2048, intermediate=1408)
+
+
+def _fill(part: Tensor, fmt: Format) -> None:
+    """Random codes; scales and offsets of an ordinary weight matrix."""
+    codes = fmt.group * fmt.bits * 2
+    noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    flat = part.flatten()
+    for at in range(0, flat.numel(), noise.numel()):
+        piece = flat[at : at + noise.numel()]
+        piece.copy_(noise[: piece.numel()])
+    meta = torch.cat((torch.full((16,), 0.01), torch.full((16,), -0.005 * (2**fmt.bits - 1)))).half()
+    part[..., codes:] = meta.view(torch.uint8)
+
+
+def _fill_factor(part: Tensor) -> None:
+    part.random_(0, 256)
+    part[..., -2:] = torch.tensor([0.01]).half().view(torch.uint8)
+
+
+def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[Tensor, Tensor, float]:
+    """A slab and table of random experts, and the bytes of one expert."""
+    h, i = layer.hidden, layer.intermediate
+    shapes = ((i, h), (i, h), (h, i))
+    sizes = [torch.Size(packed_shape(fmt, n, k)).numel() for n, k in shapes]
+    factors = [[torch.Size(factor_shape("int3", rank, m)).numel() for m in shape] for shape in shapes]
+    per_expert = sum(sizes) + sum(map(sum, factors))
+    slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
+    data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
+    at = 0
+    for e in range(layer.experts):
+        for p, (n, k) in enumerate(shapes):
+            offsets = [at, -1, at + sizes[p], at + sizes[p] + factors[p][0]]
+            _fill(slab[at : at + sizes[p]].view(packed_shape(fmt, n, k)), fmt)
+            at += sizes[p]
+            if rank:
+                for length, size in zip((n, k), factors[p], strict=True):
+                    _fill_factor(slab[at : at + size].view(factor_shape("int3", rank, length)))
+                    at += size
+            bits = COMPENSATORS["int3"]
+            data[e, p, : Column.LATTICE] = torch.tensor([*offsets, rank, bits, fmt.bits, fmt.group, 0, 0])
+    return slab, data, per_expert
+
+
+def make_lattice_layer(layer: Layer, fmt: LatticeFormat) -> tuple[Tensor, Tensor, float]:
+    """As `make_layer`, with random codewords; signs of a side depend on its length alone, as in checkpoints."""
+    h, i = layer.hidden, layer.intermediate
+    noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    record = Record(format=fmt, scale=0.01, second=0.003 if fmt.bits > 2 else 0.0).to_tensor()
+    shapes = [stored_shapes(fmt, n, k) for n, k in ((i, h), (i, h), (h, i))]
+    per_expert = sum(torch.Size(s).numel() for parts in shapes for s in parts.values())
+    slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
+    data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
+    at = 0
+    for e in range(layer.experts):
+        for p, parts in enumerate(shapes):
+            row = data[e, p]
+            for suffix, shape in parts.items():
+                row[Column[suffix.upper()]], size = at, torch.Size(shape).numel()
+                part, at = slab[at : at + size], at + size
+                if suffix == "packed":
+                    for start in range(0, size, noise.numel()):
+                        part[start : start + noise.numel()] = noise[: min(noise.numel(), size - start)]
+                else:
+                    part.copy_(record if suffix == "lattice" else draw_signs(fmt.transform, 8 * size, size))
+            row[Column.RANK] = row[Column.RANK_BITS] = row[Column.TUNED] = 0
+            row[Column.CODEBOOK] = row[Column.TRANSFORM] = 0
+            row[Column.BITS], row[Column.GROUP] = fmt.bits, DIM
+    return slab, data, per_expert
+
+
+def routing(layer: Layer, tokens: int) -> tuple[Tensor, Tensor]:
+    """Random distinct experts for every token."""
+    index = torch.stack([torch.randperm(layer.experts)[: layer.active] for _ in range(tokens)])
+    return index, torch.rand(tokens, layer.active)

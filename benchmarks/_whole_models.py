@@ -1,0 +1,113 @@
+"""Packed models of true layers, but few of them; what one decoding step of a model reads, and where its time goes."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trilobite.models.deepseek import register
+from trilobite.quantize.compress import compress
+from trilobite.recipe import load_recipe
+from trilobite.runtime.experts import PackedExperts
+from trilobite.runtime.linear import PackedLinear
+
+
+def _config(name: str) -> tuple[Any, str]:
+    """Configuration and title of a model with the layers of a large one."""
+    register()
+    if name == "mixtral":
+        config = AutoConfig.for_model("mixtral", num_hidden_layers=2, vocab_size=32000)
+        return config, "Mixtral-8x7B shape, 2 layers"
+    config = AutoConfig.for_model(
+        "deepseek",
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        first_k_dense_replace=0,
+        tie_word_embeddings=False,
+    )
+    return config, "DeepSeek-MoE-16B shape, 4 layers"
+
+
+def _make_checkpoint(config: Any, folder: Path) -> None:
+    """A random bf16 checkpoint."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model.to_empty(device="cpu")
+    noise = torch.randn(1 << 22).to(torch.bfloat16) * 0.02
+    for parameter in model.parameters():
+        flat = parameter.data.view(-1)
+        if parameter.dim() == 1:
+            flat.fill_(1)
+        for at in range(0, flat.numel() if parameter.dim() > 1 else 0, noise.numel()):
+            piece = flat[at : at + noise.numel()]
+            piece.copy_(noise[: piece.numel()])
+    for module in model.modules():  # to_empty leaves buffers such as rotary frequencies undefined
+        if hasattr(module, "original_inv_freq") or hasattr(module, "inv_freq"):
+            module.__init__(config=config)
+    model.save_pretrained(folder)
+
+
+def packed_models() -> Iterator[tuple[str, Path]]:
+    """Name and folder of each whole model; the folder is gone when the next one is asked for."""
+    for name in ("mixtral", "deepseek"):
+        config, title = _config(name)
+        with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+            source, packed = Path(folder, "source"), Path(folder, "packed")
+            _make_checkpoint(config, source)
+            compress(str(source), packed, load_recipe("rtn3"))
+            shutil.rmtree(source)
+            # What was just written lies in the page cache in pieces; read from disk, as users have it, it lies better.
+            for file in packed.iterdir():
+                with file.open() as opened:
+                    os.fsync(opened.fileno())
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            yield title, packed
+
+
+def clock_modules(model: Any) -> dict[str, float]:
+    """Let every module of a kind below add its time to a sum; returns the sums."""
+    spent: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedExperts):
+            kind = "routed experts"
+        elif isinstance(module, PackedLinear):
+            kind = "head" if "head" in name else "attention matrices" if "attn" in name else "shared experts"
+        elif type(module).__name__.endswith("RMSNorm"):
+            kind = "norms"
+        else:
+            continue
+
+        def clocked(*args: Any, call: Any = module.forward, kind: str = kind, **named: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args, **named)
+            spent[kind] = spent.get(kind, 0.0) + time.perf_counter() - start
+            return result
+
+        module.forward = clocked
+    return spent
+
+
+def step_bytes(model: Any, batch: int) -> float:
+    """Bytes that one decoding step reads: all but the embedding, and of the routed experts those that are hit."""
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    total = sum(tensors.values()) - model.get_input_embeddings().weight.nbytes
+    active = model.config.num_experts_per_tok
+    for module in model.modules():
+        if isinstance(module, PackedExperts):
+            size = sum(t.nbytes for t in module.buffers())
+            total -= size * (1 - active / module.num_experts) ** batch
+    return float(total)
