@@ -107,7 +107,7 @@ def test_other_lattice_formats_are_left_to_the_reference() -> None:
 
 
 def _linear(x: torch.Tensor, w: PackedWeight, tile: Tile = TILE, bias: torch.Tensor | None = None) -> float:
-    with forcing({"linear": tile, "rank": replace(tile, block_n=16)}):
+    with forcing({"linear": tile, "lattice": tile, "rank": replace(tile, block_n=16)}):
         y = ops.linear_gpu(x, ops.repack([[w]]), bias, w.shape[0])
     assert y.dtype == x.dtype
     return relative_error(y, reference.linear(x, w, bias))
@@ -189,7 +189,7 @@ def compare(
     down = torch.randn(len(weights), H, generator=generator) if biases else None
     expected = reference.experts(x, at, share, *build(weights), gate_up, down, I, activation)
     down_tile = replace(TILE, splits=2)
-    with forcing({"gate_up": TILE, "down": down_tile, "rank": replace(TILE, block_n=16)}):
+    with forcing({"gate_up": TILE, "down": down_tile, "lattice": TILE, "rank": replace(TILE, block_n=16)}):
         y = ops.experts_gpu(
             x,
             at,
@@ -249,6 +249,6 @@ def test_a_lost_sign_is_noticed() -> None:
     w, x = lattice_weight(64, 128), _x(1, 128)
     pack = ops.repack([[w]])
     pack.slab[int(pack.table[0, 0, Place.SIGNS_IN])] ^= 1 << 5
-    with forcing({"linear": TILE}):
+    with forcing({"linear": TILE, "lattice": TILE}):
         y = ops.linear_gpu(x, pack, None, 64)
     assert relative_error(y, reference.linear(x, w)) > 1e-2

@@ -286,8 +286,9 @@ def read_report(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError as e:
         raise CheckpointError(f"{path / REPORT}: not valid JSON ({e}); copy the file again") from e
+    if not isinstance(report, dict):
+        raise CheckpointError(f"{path / REPORT}: not a JSON object; copy the file again")
     check_version(report.get("format_version"), str(path))
-    assert isinstance(report, dict)
     return report
 
 

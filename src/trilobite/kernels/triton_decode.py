@@ -153,20 +153,31 @@ def code_pair(words, f: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def factor_tile(p_words, p_meta, r, R, n0, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows r [BLOCK_R] and columns n0 .. n0 + BLOCK_N - 1 (BLOCK_N divides 128) of a compensator factor, fp32.
-
-    returns: [BLOCK_R, BLOCK_N]; zero past R and past the end of the factor
-    """
-    PARTS: tl.constexpr = 128 // BLOCK_N
-    words = load_words(p_words, r, tl.arange(0, 1) + n0 // 128, 0, R, BITS, True)
-    codes = operand(words, 0, 128, BITS, tl.float32).reshape(r.shape[0], 128)
-    part = tl.arange(0, PARTS)[None, :, None] == n0 // BLOCK_N % PARTS
-    codes = tl.sum(tl.where(part, codes.reshape(r.shape[0], PARTS, BLOCK_N), 0.0), 1)
-    if BITS == 16:
-        return codes
+def factor_bits(BITS: tl.constexpr):
+    """Bits in which the GPU layout keeps codes of U: those of 3 bits in 4, so that 32 of them are a word."""
+    if BITS == 3:
+        return 4
     else:
-        group = (n0 + tl.arange(0, BLOCK_N))[None, :] // 64
-        pair = tl.load(p_meta + group // 2 * R + r[:, None], mask=(r[:, None] < R), other=0)
-        scale = (pair >> (group % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        return (codes - 2.0 ** (BITS - 1)) * scale
+        return BITS
+
+
+@triton.jit
+def factor_operand(p_words, n, block, N, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes + bias, as `operand` makes them, of 32 ranks of U: [1, BLOCK_N, 32] of DTYPE."""
+    STORED: tl.constexpr = factor_bits(BITS)
+    at = n[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    words = ()
+    for w in tl.static_range(STORED // 4):
+        word = p_words + (block * (STORED // 4) + w) * N * 4
+        words = words + (tl.load(word + at, mask=(n < N)[None, :, None], other=0),)
+    return operand(words, 0, 32, STORED, DTYPE)
+
+
+@triton.jit
+def factor_scales(p_meta, n, r, R, BITS: tl.constexpr):
+    """Scales of U [R, N] at rows n and ranks r, which broadcast to each other; fp32, zero past rank R."""
+    if BITS == 16:
+        return 1.0 + 0.0 * (n + r)
+    else:
+        pair = tl.load(p_meta + n // 128 * R + r, mask=r < R, other=0)
+        return (pair >> (n // 64 % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -32,7 +32,7 @@ from trilobite.kernels.triton_calls import (
 from trilobite.kernels.triton_gate_up import activate, gate_up
 from trilobite.kernels.triton_launch import check_device, check_dtype, check_together, launch, scratch
 from trilobite.kernels.triton_layout import Coding, Place, codings_of
-from trilobite.kernels.triton_rotated import on_tensor_cores, run_rotated
+from trilobite.kernels.triton_rotated import LATTICE_SLOTS, run_rotated
 from trilobite.kernels.triton_routing import combine, route
 from trilobite.kernels.triton_tile import SLOTS, SORTED
 from trilobite.kernels.triton_tuning import Tile, fitted, tile_for
@@ -179,7 +179,7 @@ class _Layer:
         each = -(-index.numel() // experts)
         tile = tile_for("gate_up", each, x)
         if any(c.e8p for codings in self.classes for c in codings):
-            tile = on_tensor_cores(tile)
+            tile = fitted(tile, max(8, min(LATTICE_SLOTS, tile.block_m)))
         rows = make_rows(index, experts, tile.block_m)
         h = scratch((rows.slots, self.intermediate), x.dtype, x, tokens)
         inputs = Inputs(x=x, divisor=index.shape[1], tokens=tokens)
@@ -221,7 +221,7 @@ class _Layer:
     ) -> None:
         gate, up, _ = codings
         step = step_of(gate, up)
-        arguments, constants = row_arguments(rows, self.matrices, inputs, tile)
+        arguments, constants = row_arguments(rows, self.matrices, inputs, tile, max(gate.bits, up.bits))
         bias = self.gate_up_bias
         arguments |= {
             "p_bias": self.matrices.table if bias is None else bias,
@@ -343,6 +343,6 @@ def _together(codings: Sequence[Coding]) -> list[tuple[int, int]]:
 def multiply(rows: Rows, m: Matrices, inputs: Inputs, job: Job, tile: Tile, low: Low, out: Tensor) -> None:
     """W x whole, in any format. out: [job.count, S, N] fp32."""
     if job.coding.e8p:
-        run_rotated(rows, m, inputs, job, tile, low, out, None)
+        run_rotated(rows, m, inputs, job, low, out, None)
     else:
         run_product(rows, m, inputs, job, tile, low, out[:, None], None)

@@ -115,13 +115,13 @@ def gate_up(
         last = tl.cdiv(tl.load(p_up + RANK).to(tl.int32), BLOCK_R)
         p_z_up = p_z + tl.cast(Z_SPLITS * S, tl.int64) * R_MAX
         acc = add_compensator(
-            acc, p_slab, p_up, p_z_up, slot, mask, n0, 0, last, S, R_MAX,
+            acc, p_slab, p_up, p_z_up, slot, mask, n0, n, N, 0, last, S, R_MAX,
             DTYPE, RANK_BITS, BLOCK_N, Z_SPLITS, FORM,
         )  # fmt: skip
     if GATED and GATE_RANK_BITS:
         last = tl.cdiv(tl.load(p_gate + RANK).to(tl.int32), BLOCK_R)
         gate = add_compensator(
-            gate, p_slab, p_gate, p_z, slot, mask, n0, 0, last, S, R_MAX,
+            gate, p_slab, p_gate, p_z, slot, mask, n0, n, N, 0, last, S, R_MAX,
             DTYPE, GATE_RANK_BITS, BLOCK_N, Z_SPLITS, FORM,
         )  # fmt: skip
     if BIAS:

@@ -125,7 +125,7 @@ def compensate(
     n = n0 + tl.arange(0, BLOCK_N)
     last = tl.cdiv(tl.load(p_row + RANK).to(tl.int32), BLOCK_R)
     acc = add_compensator(
-        tl.zeros((BLOCK_N, BLOCK_M), tl.float32), p_slab, p_row, p_z, slot, mask, n0, 0, last, S, R_MAX,
+        tl.zeros((BLOCK_N, BLOCK_M), tl.float32), p_slab, p_row, p_z, slot, mask, n0, n, N, 0, last, S, R_MAX,
         p_x.dtype.element_ty, RANK_BITS, BLOCK_N, Z_SPLITS, "factored",
     )  # fmt: skip
     at = (slot.to(tl.int64) * N)[None, :] + n[:, None]

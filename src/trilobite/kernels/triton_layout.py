@@ -1,9 +1,11 @@
 """The GPU layout: made once from the stored tiles, bit for bit the same weights (docs/gpu.md draws it).
 
-Codes and scales are words as `triton_words` says. A compensator factor [R, L] is a symmetric matrix in groups of 64 in
-the same layout, with its columns along L. Of E8P formats the words hold codewords (`triton_codewords`), `meta` the two
-fp32 scales, and the random vectors of both transforms follow as they are stored, padded to whole words. The matrices of
-all experts of a layer lie in one slab of 32-bit words; a table of offsets says where.
+Codes and scales are words as `triton_words` says. A compensator's factor V [R, K] is a symmetric matrix in groups of 64
+in the same layout. U is kept as [N, R], the left operand of U z, in blocks of 32 ranks: its codes of 3 bits take 4, one
+word for a lane of 32 ranks; its scales belong to a rank and 64 rows, `meta` [ceil(N/128), R], two groups of rows a word.
+Of E8P formats the words hold codewords (`triton_codewords`), `meta` the two fp32 scales, and the random vectors of both
+transforms follow as they are stored, padded to whole words. The matrices of all experts of a layer lie in one slab of
+32-bit words; a table of offsets says where.
 """
 
 from collections.abc import Sequence
@@ -32,6 +34,8 @@ from trilobite.recipe import COMPENSATORS, AnyFormat, Format, LatticeFormat
 
 GROUPS = (32, 64)
 """Group sizes below a chunk that the kernels know; besides multiples of 128, and one group a row."""
+RANKS = 32
+"""Ranks of U in a block."""
 ALIGN = 32
 """Words: every part of a slab begins at a multiple of 128 bytes."""
 
@@ -135,11 +139,22 @@ def _shapes(w: PackedWeight) -> dict[Place, tuple[int, ...]]:
         shapes[Place.META] = (-(-groups // 2) if fmt.symmetric else groups, n)
     if w.lra is not None:
         bits = COMPENSATORS[compensator_of(w.lra)]
-        for place, length in ((Place.U_WORDS, n), (Place.V_WORDS, k)):
-            shapes[place] = (-(-length // CHUNK), bits, w.rank, LANES)
-            if bits < 16:
-                shapes[Place(place + 1)] = (-(-length // LR_GROUP // 2), w.rank)
+        shapes[Place.U_WORDS] = (_u_words(w.rank, bits), n, LANES)
+        shapes[Place.V_WORDS] = (-(-k // CHUNK), bits, w.rank, LANES)
+        if bits < 16:
+            shapes[Place.U_META] = (-(-n // LR_GROUP // 2), w.rank)
+            shapes[Place.V_META] = (-(-k // LR_GROUP // 2), w.rank)
     return shapes
+
+
+def _u_words(rank: int, bits: int) -> int:
+    """Words of a lane of a row of U^T, in whole blocks of ranks."""
+    return -(-rank // RANKS) * _u_bits(bits) // 4
+
+
+def _u_bits(bits: int) -> int:
+    """Bits in which codes of U are kept: those of 3 bits in 4, so that 32 of them are a word."""
+    return 4 if bits == 3 else bits
 
 
 def words_needed(w: PackedWeight) -> int:
@@ -189,13 +204,18 @@ def _parts(w: PackedWeight) -> dict[Place, Tensor]:
     for place, factor, length in ((Place.U_WORDS, w.lra, w.shape[0]), (Place.V_WORDS, w.lrb, w.shape[1])):
         if factor is None:
             continue
-        if factor.dtype == torch.float16:
-            parts[place] = pack_words(factor.view(torch.int16), 16)
-            continue
         bits = COMPENSATORS[compensator_of(factor)]
-        stream = unpack_stream(factor[..., :-2].contiguous(), bits)
-        parts[place] = pack_words(stream.flatten(1)[:, :length], bits)
-        parts[Place(place + 1)] = pack_meta(factor[..., -2:].contiguous().view(torch.float16)[..., 0], None)
+        if bits == 16:
+            codes = factor.view(torch.int16)
+        else:
+            codes = unpack_stream(factor[..., :-2].contiguous(), bits).flatten(1)[:, :length]
+            scales = factor[..., -2:].contiguous().view(torch.float16)[..., 0]
+            parts[Place(place + 1)] = pack_meta(scales, None)
+        if place == Place.V_WORDS:
+            parts[place] = pack_words(codes, bits)
+        else:
+            words = pack_words(codes.T.contiguous(), _u_bits(bits)).flatten(0, 1)
+            parts[place] = words[: _u_words(w.rank, bits)]
     return parts
 
 
@@ -320,7 +340,12 @@ def _restore_lattice(
 
 def _restore_factor(slab: Tensor, row: list[int], place: Place, bits: int, length: int) -> Tensor:
     rank = row[Place.RANK]
-    codes = unpack_words(_part(slab, row[place], (-(-length // CHUNK), bits, rank, LANES)), length)
+    if place == Place.V_WORDS:
+        codes = unpack_words(_part(slab, row[place], (-(-length // CHUNK), bits, rank, LANES)), length)
+    else:
+        words = _part(slab, row[place], (_u_words(rank, bits), length, LANES))
+        words = pad(words, (0, 0, 0, 0, 0, -len(words) % _u_bits(bits)))
+        codes = unpack_words(words.view(-1, _u_bits(bits), length, LANES), rank).T.contiguous()
     if bits == 16:
         return codes.view(torch.float16)
     groups = -(-length // LR_GROUP)

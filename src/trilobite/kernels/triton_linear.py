@@ -19,9 +19,9 @@ from trilobite.kernels.triton_calls import (
 from trilobite.kernels.triton_launch import check_device, check_dtype, check_together, launch, scratch
 from trilobite.kernels.triton_layout import codings_of
 from trilobite.kernels.triton_product import reduce
-from trilobite.kernels.triton_rotated import on_tensor_cores, run_rotated
+from trilobite.kernels.triton_rotated import LATTICE_SLOTS, run_rotated
 from trilobite.kernels.triton_tile import DENSE
-from trilobite.kernels.triton_tuning import tile_for
+from trilobite.kernels.triton_tuning import fitted, tile_for
 
 
 def linear(
@@ -44,14 +44,14 @@ def linear(
         return y
     tile = tile_for("linear", s, x)
     if coding.e8p:
-        tile = on_tensor_cores(tile)
+        tile = fitted(tile, max(8, min(LATTICE_SLOTS, tile.block_m)))
     inputs = Inputs(x=x.reshape(s, k).contiguous(), divisor=1, tokens=s)
     rows = Rows(mode=DENSE.value, slots=s, experts=1, tiles=-(-s // tile.block_m), block_m=tile.block_m)
     m = Matrices(slab=slab, table=table, projections=1)
     low = low_rank(rows, m, inputs, [coding], 0, 0)
     job = Job(coding=coding, n=n)
     if coding.e8p:
-        run_rotated(rows, m, inputs, job, tile, low, y.view(1, s, n), bias)
+        run_rotated(rows, m, inputs, job, low, y.view(1, s, n), bias)
         return y
     splits = split_count(tile, rows.tiles * -(-n // tile.block_n), blocks_of(coding, k, tile), x.device)
     if splits == 1:

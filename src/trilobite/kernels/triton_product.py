@@ -87,7 +87,7 @@ def product(
     acc = gathered(acc, FORM, BLOCK_M)
     if RANK_BITS:
         acc = add_compensator(
-            acc, p_slab, p_row, p_z, slot, mask, n0, tl.maximum(first, rounds) - rounds, last - rounds, S, R_MAX,
+            acc, p_slab, p_row, p_z, slot, mask, n0, n, N, tl.maximum(first, rounds) - rounds, last - rounds, S, R_MAX,
             p_x.dtype.element_ty, RANK_BITS, BLOCK_N, Z_SPLITS, FORM,
         )  # fmt: skip
     if BIAS:

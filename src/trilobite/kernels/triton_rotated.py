@@ -1,6 +1,5 @@
 """Lattice formats in the GPU layout: rotate the activations, multiply by codewords, rotate the sums back."""
 
-from dataclasses import replace
 from functools import cache, reduce
 
 import torch
@@ -22,11 +21,14 @@ from trilobite.kernels.triton_calls import (
 from trilobite.kernels.triton_hadamard import spin, spin_back
 from trilobite.kernels.triton_lattice import compensate, lattice_product
 from trilobite.kernels.triton_launch import launch, scratch
-from trilobite.kernels.triton_tuning import Tile, fitted
+from trilobite.kernels.triton_tuning import fitted, tile_for
 from trilobite.kernels.triton_words import CHUNK
 
 LARGEST_POWER = 64
 """Largest order R of the power of two in H_L x H_R."""
+LATTICE_SLOTS = 64
+"""Most slots of a tile."""
+COMPENSATE_BLOCK = 64
 FEW_SLOTS = 64
 """Up to so many slots, a transform is cut finely, to fill the GPU."""
 
@@ -49,13 +51,8 @@ def _core(n: int, device: torch.device) -> Tensor:
     return made.to(device)
 
 
-def on_tensor_cores(tile: Tile) -> Tile:
-    """The tile in the one form that the kernels of lattice formats have."""
-    return replace(fitted(tile, min(64, max(8, tile.block_m))), form="factored")
-
-
 def run_rotated(
-    rows: Rows, m: Matrices, inputs: Inputs, job: Job, tile: Tile, low: Low, out: Tensor, bias: Tensor | None
+    rows: Rows, m: Matrices, inputs: Inputs, job: Job, low: Low, out: Tensor, bias: Tensor | None
 ) -> None:
     """W x for `job.count` neighbouring projections in a lattice format, compensators included.
 
@@ -75,6 +72,7 @@ def run_rotated(
     arguments |= m_arguments | {"p_x": inputs.x, "p_out": x, "DIVISOR": inputs.divisor, "WIDTH": width}
     launch(spin, grid, arguments, constants, warps=_warps(constants))
 
+    tile = fitted(tile_for("lattice", -(-rows.slots // rows.experts), inputs.x), rows.block_m)
     blocks = -(-job.n // tile.block_n)
     splits = split_count(tile, rows.tiles * blocks * job.count, rounds_of(width, tile), device)
     parts = scratch((job.count, splits, rows.slots, job.n), torch.float32, inputs.x, inputs.tokens)
@@ -92,7 +90,7 @@ def run_rotated(
     grid = (rows.tiles, blocks, splits * job.count)
     launch(lattice_product, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
 
-    share = _compensators(rows, m, inputs, job, tile, low)
+    share = _compensators(rows, m, inputs, job, low)
     grid, arguments, constants = _transform(rows, m, job, job.n)
     arguments |= m_arguments | {"p_parts": parts, "p_out": out}
     arguments |= {"p_low": m.table if share is None else share, "p_bias": m.table if bias is None else bias}
@@ -100,7 +98,7 @@ def run_rotated(
     launch(spin_back, grid, arguments, constants, warps=_warps(constants))
 
 
-def _compensators(rows: Rows, m: Matrices, inputs: Inputs, job: Job, tile: Tile, low: Low) -> Tensor | None:
+def _compensators(rows: Rows, m: Matrices, inputs: Inputs, job: Job, low: Low) -> Tensor | None:
     """U z of every projection, in plain coordinates: [job.count, S, N] fp32, or None without compensators."""
     if low.z is None or not job.coding.rank_bits:
         return None
@@ -119,10 +117,10 @@ def _compensators(rows: Rows, m: Matrices, inputs: Inputs, job: Job, tile: Tile,
         }
         constants |= {
             "RANK_BITS": job.coding.rank_bits,
-            "BLOCK_N": tile.block_n,
+            "BLOCK_N": COMPENSATE_BLOCK,
             "Z_SPLITS": low.splits,
         }
-        launch(compensate, (rows.tiles, -(-job.n // tile.block_n)), arguments, constants, warps=tile.warps)
+        launch(compensate, (rows.tiles, -(-job.n // COMPENSATE_BLOCK)), arguments, constants)
     return made
 
 

@@ -24,7 +24,9 @@ import triton.language as tl
 from trilobite.kernels.triton_decode import (
     bias_of,
     code_pair,
-    factor_tile,
+    factor_bits,
+    factor_operand,
+    factor_scales,
     load_scales,
     operand,
     unit_of,
@@ -52,7 +54,7 @@ WORDS, META, U_WORDS, U_META, V_WORDS, V_META, SIGNS_IN, SIGNS_OUT, RANK, CLASS,
     tl.constexpr(9),
     tl.constexpr(10),
 )
-BLOCK_R = tl.constexpr(16)
+BLOCK_R = tl.constexpr(32)
 """Ranks of a compensator that are added at a time."""
 
 
@@ -253,22 +255,34 @@ def row_ranges(row, mask, K, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def add_compensator(
-    acc, p_slab, p_row, p_z, slot, mask, n0, first, last, S, R_MAX,
+    acc, p_slab, p_row, p_z, slot, mask, n0, n, N, first, last, S, R_MAX,
     DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, Z_SPLITS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """acc + U z for blocks first .. last - 1 of ranks; z = V x, in Z_SPLITS partial sums [Z_SPLITS, S, R_MAX] fp32."""
+    STORED: tl.constexpr = factor_bits(BITS)
+    IN: tl.constexpr = tl.float32 if FORM == "lanes" else DTYPE
+    UNIT: tl.constexpr = 1.0 if BITS == 16 else unit_of(STORED, IN)
+    MIDDLE: tl.constexpr = 0.0 if BITS == 16 else bias_of(STORED, IN) + 2.0 ** (BITS - 1)
     R = tl.load(p_row + RANK).to(tl.int32)
     p_words = p_slab + tl.multiple_of(tl.load(p_row + U_WORDS), 32)
     p_meta = p_slab + tl.multiple_of(tl.load(p_row + U_META), 32)
     for block in tl.range(first, last, num_stages=1):
         r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-        u = factor_tile(p_words, p_meta, r, R, n0, BITS, BLOCK_N)
+        at, inside = slot[None, :] * R_MAX + r[:, None], mask[None, :] & (r < R)[:, None]
         z = tl.zeros((BLOCK_R, slot.shape[0]), tl.float32)
         for s in tl.range(0, Z_SPLITS, num_stages=1):  # not unrolled: registers are scarce here
-            at = (s * S + slot).to(tl.int64)[None, :] * R_MAX + r[:, None]
-            z += tl.load(p_z + at, mask=mask[None, :] & (r[:, None] < R), other=0.0)
-        if FORM != "lanes":
-            acc += tl.dot(tl.trans(u).to(DTYPE), z.to(DTYPE), input_precision="ieee")
+            z += tl.load(p_z + tl.cast(s, tl.int64) * S * R_MAX + at, mask=inside, other=0.0)
+        u = factor_operand(p_words, n, block, N, BITS, IN).reshape(BLOCK_N, BLOCK_R)
+        if FORM == "scaled":
+            scale = factor_scales(p_meta, n[:, None], r[None, :], R, BITS)
+            u = ((u.to(tl.float32) * UNIT - MIDDLE) * scale).to(IN)
+            acc = tl.dot(u, z.to(IN), acc, input_precision="ieee")
         else:
-            acc += tl.sum(u[:, :, None] * z[:, None, :], 0)
+            # A block of rows lies in one group: its scales go to z, and the middle of the codes off the sum.
+            z = (z * (factor_scales(p_meta, n0, r, R, BITS) * UNIT)[:, None]).to(IN)
+            acc -= tl.sum(z.to(tl.float32), 0)[None, :] * (MIDDLE / UNIT)
+            if FORM == "lanes":
+                acc += tl.sum(u[:, :, None] * z[None, :, :], 1)
+            else:
+                acc = tl.dot(u, z, acc, input_precision="ieee")
     return acc

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from trilobite.errors import CheckpointError
 
-OPERATIONS = ("linear", "gate_up", "down", "rank")
-"""linear layers; gate and up projection of experts; their down projection; V x of a compensator."""
+OPERATIONS = ("linear", "gate_up", "down", "rank", "lattice")
+"""linear layers; gate and up projection of experts; their down projection; V x of a compensator; lattice formats of
+any of these, factored always."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ class Tile:
     """How one operation is cut into programs.
 
     tokens: it serves up to so many rows an expert    form: how it multiplies (`triton_tile`): lanes, factored, scaled
-    block_n, block_m: rows of W, slots    chunks: of 128 columns that a step of the loop takes at once, 1 if scaled
+    block_n, block_m: rows of W, at most 64 if factored, and slots
+    chunks: of 128 columns that a step of the loop takes at once, 1 if scaled
     splits: ranges of K that are summed apart, 0 = as many as fill the GPU    warps, stages: of Triton
     registers: a thread may use so many, 0 = as the assembler likes; it likes 128, and at times spills to keep to that
     """
@@ -74,9 +76,7 @@ CANDIDATES = {
             (16, 4, 4, 4),
         )
     ),
-    "medium": tuple(
-        _tile("factored", n, 32, c, w, 3) for n, c, w in ((64, 2, 4), (64, 1, 2), (64, 1, 4), (128, 1, 8))
-    ),
+    "medium": tuple(_tile("factored", n, 32, c, w, 3) for n, c, w in ((64, 2, 4), (64, 1, 2), (64, 1, 4))),
     "large": tuple(
         _tile("scaled", n, m, 1, 8, s)
         for n, m, s in ((128, 64, 3), (128, 128, 3), (64, 64, 4), (128, 128, 4))
