@@ -85,7 +85,8 @@ def test_a_small_mixtral_decodes(gpu_script, monkeypatch: pytest.MonkeyPatch) ->
         num_local_experts=4,
         vocab_size=64,
     )
-    (found,) = gpu_script.whole_model(CPU, 1e9, config, (2,))
+    (case,) = gpu_script.whole_model(CPU, 1e9, config, (2,))
+    found = case.run(gpu_script.Clock())
     assert found["run as"] == "eager"
     assert found["tokens/s"] > 0
     assert len(gpu_script.cells(found)) == len(found)
