@@ -7,7 +7,7 @@ assembler runs in one thread, so a hundred variants take minutes one by one.
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,10 +67,25 @@ def pretend(capability: int) -> None:
     driver.set_active(Absent(capability))
 
 
+def _kernel(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _settle_keys(kernels: Iterable[tuple[str, str]]) -> None:
+    """Hash the kernels in this order: in Triton 3.6 a kernel's key depends on which were hashed before it."""
+    for module, name in kernels:
+        _ = _kernel(module, name).cache_key
+
+
+def _begin(capability: int, kernels: list[tuple[str, str]]) -> None:
+    pretend(capability)
+    _settle_keys(kernels)
+
+
 def compile_one(wanted: Wanted) -> str:
     """Compile a variant into the cache. returns: what went wrong, or nothing."""
     try:
-        getattr(importlib.import_module(wanted.module), wanted.kernel).preload(wanted.data)
+        _kernel(wanted.module, wanted.kernel).preload(wanted.data)
     except Exception as e:
         return f"{wanted.kernel}: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     return ""
@@ -78,7 +93,9 @@ def compile_one(wanted: Wanted) -> str:
 
 def compile_all(wanted: list[Wanted], capability: int, processes: int, report: Callable[[str], None]) -> int:
     """Compile all of them. report: gets a line for each that fails. returns: how many are in the cache now."""
-    with ProcessPoolExecutor(processes, get_context("spawn"), pretend, (capability,)) as pool:
+    kernels = list(dict.fromkeys((w.module, w.kernel) for w in wanted))
+    _settle_keys(kernels)
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (capability, kernels)) as pool:
         failed = [message for message in pool.map(compile_one, wanted) if message]
     for message in failed:
         report(message)

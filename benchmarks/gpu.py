@@ -677,7 +677,14 @@ def main() -> None:
         sys.exit(
             "error: no CUDA device; this script measures one (tests/test_gpu_benchmark.py runs its parts on the CPU)"
         )
-    started, device, run = time.perf_counter(), torch.device("cuda"), Run(arguments.minutes)
+    failed = measure(arguments, torch.device("cuda"))
+    if failed:
+        sys.exit(f"error: {len(failed)} cases failed; first: {failed[0]}")
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> list[str]:
+    """Everything, as asked for. returns: what failed."""
+    started, run = time.perf_counter(), Run(arguments.minutes)
     bandwidth, peak = copy_bandwidth(device), matmul_peak(device)
     rates = f"copy {bandwidth / 1e9:.0f} GB/s, bf16 {peak / 1e12:.0f} TFLOP/s"
     limits = f"{torch.cuda.get_device_name()}, commit {_commit()}: {rates}"
@@ -705,8 +712,7 @@ def main() -> None:
             insert(arguments.markdown, f"gpu-{name}", f"{limits}\n\n{text}")
         print(json.dumps(finite(found)), flush=True)
         run.between_parts()
-    if run.failed:
-        sys.exit(f"error: {len(run.failed)} cases failed; first: {run.failed[0]}")
+    return run.failed
 
 
 if __name__ == "__main__":
