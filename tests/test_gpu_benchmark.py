@@ -258,6 +258,22 @@ def test_parts_run_and_faults_cost_one_case(
     assert "–" in text
 
 
+def test_the_page_has_a_place_for_every_part(
+    gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = BENCHMARKS.parent / "docs" / "gpu.md"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--markdown", str(page)])
+    assert gpu_script.parse_arguments().only[:2] == ["experts", "model"]
+    for wrong, words in (
+        (["--markdown", str(BENCHMARKS / "gpu.py")], "no markers gpu-experts"),
+        (["--only", "model,modle"], "modle: no such part; known are experts, model"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *wrong])
+        with pytest.raises(SystemExit):
+            gpu_script.parse_arguments()
+        assert words in capsys.readouterr().err
+
+
 def test_nothing_begins_when_the_minutes_are_over(gpu_script: ModuleType) -> None:
     run = gpu_script.Run(0)
     case = gpu_script.Case(name="a case", run=lambda clock: pytest.fail("it ran"))
