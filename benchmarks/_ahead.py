@@ -87,7 +87,7 @@ def compile_one(wanted: Wanted) -> str:
     try:
         _kernel(wanted.module, wanted.kernel).preload(wanted.data)
     except Exception as e:
-        return f"{wanted.kernel}: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        return f"{wanted.kernel}: {reason(e)}"
     return ""
 
 
@@ -105,3 +105,8 @@ def compile_all(wanted: list[Wanted], capability: int, processes: int, report: C
 def cores() -> int:
     """Cores that this process may use, and has a use for."""
     return min(32, len(os.sched_getaffinity(0)))
+
+
+def reason(e: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0]}"

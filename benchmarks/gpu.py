@@ -20,7 +20,6 @@ import argparse
 import gc
 import json
 import math
-import statistics
 import subprocess
 import sys
 import time
@@ -33,13 +32,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _ahead import compile_all, cores, noting
+from _ahead import compile_all, cores, noting, reason
+from _decoding import compiled_seconds, decode_seconds, expert_bytes, packed_bytes, random_mixtral
 from _markdown import insert, table
 from torch import Tensor, nn
 
 from trilobite.kernels.triton_bench import (
     DEEPSEEK,
-    FAILURES,
     MIXTRAL,
     ROUTINGS,
     Layer,
@@ -47,7 +46,6 @@ from trilobite.kernels.triton_bench import (
     copy_bandwidth,
     expert_calls,
     hit_bytes,
-    interval,
     linear_calls,
     matmul_peak,
     random_layer,
@@ -58,15 +56,13 @@ from trilobite.kernels.triton_bench import (
 )
 from trilobite.kernels.triton_layout import Pack, repack
 from trilobite.recipe import AnyFormat, Format, parse_format
-from trilobite.runtime.experts import PackedExperts
-from trilobite.runtime.linear import PackedLinear
 
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 512)
 FEW_TOKENS = (1, 16, 128)
 FORMATS = {bits: Format(bits=bits, group=64) for bits in (3, 4)}
 LATTICE = "e8p-2"
 MILO = {1: 0.088, 16: 0.102, 32: 0.105}
-PROMPT, STEPS, WARM = 128, 32, 3
+STEPS = 32
 MODEL_BYTES = 32e9
 """Free memory that the whole model takes, with caches."""
 MODEL_SECONDS, COMPILE_SECONDS = 30, 150
@@ -105,6 +101,10 @@ class Clock:
             return math.nan
 
 
+class LeftOutError(Exception):
+    """A case that this GPU has no room for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One row of a table, not yet measured. least: seconds that it may take, else it does not begin."""
@@ -112,10 +112,6 @@ class Case:
     name: str
     run: Callable[[Clock], Row]
     least: float = 0.0
-
-
-def reason(e: BaseException) -> str:
-    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0]}"
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -330,59 +326,8 @@ SHAPES = (
 )
 
 
-def random_mixtral(config: Any, device: torch.device) -> nn.Module:
-    """A transformers model with random packed weights in its linear layers and experts; the router stays bf16."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    body, head = Format(bits=3, group=64), Format(bits=8, group=64)
-    for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
-            fmt = head if path == "lm_head" else body
-            shape = (module.out_features, module.in_features)
-            packed = PackedLinear(shape, random_weight(*shape, fmt, device=device).tensors(), None)
-            model.set_submodule(path, packed)
-            packed.settle()
-        elif isinstance(module, MixtralExperts):
-            h, i = config.hidden_size, config.intermediate_size
-            shapes = {"w1": (i, h), "w3": (i, h), "w2": (h, i)}
-            parts = {
-                e: {name: random_weight(*s, body, device=device).tensors() for name, s in shapes.items()}
-                for e in range(config.num_local_experts)
-            }
-            experts_ = PackedExperts(module, parts)
-            model.set_submodule(path, experts_)
-            experts_.gather()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                noise = torch.randn(parameter.shape, device=device, dtype=torch.bfloat16)
-                filled = torch.ones_like(noise) if parameter.dim() == 1 else noise * 0.02
-                module._parameters[name] = nn.Parameter(filled, requires_grad=False)
-        if hasattr(module, "inv_freq"):
-            module.__init__(config=config)
-            module.to(device)
-    return model.eval()
-
-
-def packed_bytes(model: nn.Module) -> float:
-    """Bytes of all packed weights, and of the experts alone."""
-    total = sum(p.nbytes for n, p in model.named_parameters() if "embed" not in n)
-    for module in model.modules():
-        pack = getattr(module, "pack", None)
-        total += 4 * pack.slab.numel() if pack is not None else 0
-    return float(total)
-
-
-def expert_bytes(model: nn.Module) -> float:
-    packs = [m.pack for m in model.modules() if isinstance(m, PackedExperts) and m.pack is not None]
-    return float(sum(4 * p.slab.numel() for p in packs))
-
-
 class Decoding:
-    """Decoding steps of a whole model, which is made when it is first needed, or the reason why it is not."""
+    """Decoding steps of a whole model, which is made when it is first needed."""
 
     def __init__(self, config: Any, device: torch.device, bandwidth: float) -> None:
         self.config, self.device, self.bandwidth = config, device, bandwidth
@@ -392,11 +337,11 @@ class Decoding:
         return random_mixtral(self.config, self.device)
 
     def row(self, clock: Clock, batch: int, measure: Callable[..., tuple[float, str]]) -> Row:
-        """measure: `decode_seconds` or `compiled_seconds`."""
+        """measure: `decode_seconds` or `compiled_seconds`. Raises LeftOutError where memory does not suffice."""
         if not clock.dry and self.device.type == "cuda" and "model" not in vars(self):
             free = torch.cuda.mem_get_info()[0]
             if free < MODEL_BYTES:
-                raise RuntimeError(
+                raise LeftOutError(
                     f"{MODEL_BYTES / 1e9:.0f} GB of memory are needed, {free / 1e9:.0f} GB are free"
                 )
         took, how = measure(self.model, self.config, batch, self.device, 0 if clock.dry else STEPS)
@@ -428,98 +373,6 @@ def compiled_model(device: torch.device, bandwidth: float, config: Any) -> Itera
     made = Decoding(config, device, bandwidth)
     run = partial(made.row, batch=1, measure=compiled_seconds)
     yield Case(name="torch.compile of a whole step", run=run, least=COMPILE_SECONDS)
-
-
-class Stepper:
-    """A static cache behind a prompt, with room for `room` steps; `step` decodes one token and counts it."""
-
-    def __init__(self, model: nn.Module, config: Any, batch: int, device: torch.device, room: int) -> None:
-        from transformers import StaticCache
-
-        self.model, self.room = model, room
-        self.cache = StaticCache(config=config, max_cache_len=PROMPT + room)
-        ids = torch.randint(0, config.vocab_size, (batch, PROMPT), device=device)
-        self.tokens = torch.randint(0, config.vocab_size, (batch, 1), device=device)
-        with torch.inference_mode():
-            model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-
-    def step(self) -> Tensor:
-        logits: Tensor = self.model(self.tokens, past_key_values=self.cache, use_cache=True).logits
-        return logits
-
-
-def decode_seconds(
-    model: nn.Module, config: Any, batch: int, device: torch.device, steps: int
-) -> tuple[float, str]:
-    """Median seconds of a decoding step with a static cache: replayed as one CUDA graph, or eagerly if that fails.
-
-    steps: 0 = one step, without measuring
-    """
-    # The step runs WARM times, then `steps` times as a graph and, should the graph fail, `steps` times eagerly.
-    made = Stepper(model, config, batch, device, 2 * (WARM + steps))
-    with torch.inference_mode():
-        for _ in range(WARM if steps else 1):
-            made.step()
-        if not steps:
-            return 1.0, "not measured"
-        if device.type == "cuda":
-            try:
-                return _graph_seconds(made.step, steps), "CUDA graph"
-            except FAILURES as e:
-                print(f"no CUDA graph of the whole step: {reason(e)}", flush=True)
-        return _eager_seconds(made.step, steps, device), "eager"
-
-
-def _graph_seconds(step: Callable[[], object], steps: int) -> float:
-    """`WARM` + `steps` replays, each of which moves the cache on: a token must not come to lie behind its end."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for _ in range(WARM):
-        graph.replay()
-    return statistics.median(_intervals(graph.replay, steps))
-
-
-def _intervals(step: Callable[[], object], steps: int) -> list[float]:
-    """Seconds of a step, over intervals of at most 8, `steps` in all."""
-    counts = [min(8, steps - at) for at in range(0, steps, 8)]
-    return [interval(step, count) for count in counts]
-
-
-def compiled_seconds(
-    model: nn.Module, config: Any, batch: int, device: torch.device, steps: int
-) -> tuple[float, str]:
-    """Median seconds of a decoding step by torch.compile without graph breaks, in CUDA graphs of its own."""
-    if not steps:
-        return decode_seconds(model, config, batch, device, 0)
-    made = Stepper(model, config, batch, device, 4 * WARM + steps)
-    compiled = torch.compile(made.step, fullgraph=True, mode="reduce-overhead", dynamic=False)
-
-    def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        compiled()
-
-    start = time.perf_counter()
-    with torch.inference_mode():
-        for _ in range(2 * WARM):  # compiles, runs, records, replays
-            step()
-        if device.type != "cuda":
-            return _eager_seconds(step, steps, device), "torch.compile"
-        torch.cuda.synchronize()
-        print(f"torch.compile of a whole step: {time.perf_counter() - start:.0f} s", flush=True)
-        return statistics.median(_intervals(step, steps)), "torch.compile"
-
-
-def _eager_seconds(step: Callable[[], object], steps: int, device: torch.device) -> float:
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def release() -> None:
@@ -567,12 +420,14 @@ class Run:
         """Measure the cases, and show their rows."""
         rows = []
         for case in cases:
-            if time.perf_counter() + case.least > self.deadline:
-                self.left_out.append(case.name)
-                print(f"left out: {case.name}", flush=True)
-                continue
             try:
+                if time.perf_counter() + case.least > self.deadline:
+                    raise LeftOutError("no time is left")
                 rows.append(case.run(self.clock))
+            except LeftOutError as e:
+                self.left_out.append(case.name)
+                print(f"left out: {case.name}: {e}", flush=True)
+                continue
             except Exception as e:
                 self.failed.append(f"{case.name}: {reason(e)}")
                 print(f"failed: {self.failed[-1]}", flush=True)

@@ -62,8 +62,14 @@ TINY_MIXTRAL = MixtralConfig(
 def gpu_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("gpu")
-    monkeypatch.setattr(module, "PROMPT", 2)
     monkeypatch.setattr(module, "STEPS", 2)
+    return module
+
+
+@pytest.fixture
+def decoding(gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = importlib.import_module("_decoding")
+    monkeypatch.setattr(module, "PROMPT", 2)
     return module
 
 
@@ -171,24 +177,24 @@ def test_a_graph_is_warm_and_replayed_in_a_row(fake_cuda: None, monkeypatch: pyt
     assert FakeGraph.replays > 5 * 8
 
 
-def test_the_cache_has_room_for_every_replay(fake_cuda: None, gpu_script: ModuleType) -> None:
-    gpu_script._graph_seconds(lambda: None, 20)
-    assert FakeGraph.replays == gpu_script.WARM + 20
-    made = gpu_script.Stepper(gpu_script.random_mixtral(TINY_MIXTRAL, CPU), TINY_MIXTRAL, 1, CPU, 5)
+def test_the_cache_has_room_for_every_replay(fake_cuda: None, decoding: ModuleType) -> None:
+    decoding._graph_seconds(lambda: None, 20)
+    assert FakeGraph.replays == decoding.WARM + 20
+    made = decoding.Stepper(decoding.random_mixtral(TINY_MIXTRAL, CPU), TINY_MIXTRAL, 1, CPU, 5)
     with torch.inference_mode():
         for _ in range(5):
             made.step()
-        assert int(made.cache.get_seq_length()) == gpu_script.PROMPT + 5
+        assert int(made.cache.get_seq_length()) == decoding.PROMPT + 5
         with pytest.raises((IndexError, RuntimeError)):
             made.step()
 
 
 def test_a_decoding_step_compiles_without_graph_breaks(
-    gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+    decoding: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed modules in the GPU layout, attention and a static cache: one graph, and the same tokens to the bit."""
     monkeypatch.setattr(ops, "gpu_layout", lambda weights: True)
-    model = gpu_script.random_mixtral(TINY_MIXTRAL, CPU)
+    model = decoding.random_mixtral(TINY_MIXTRAL, CPU)
     assert (
         sum(getattr(m, "pack", None) is not None for m in model.modules()) == 6
     )  # q, k, v, o, experts, head
@@ -196,13 +202,30 @@ def test_a_decoding_step_compiles_without_graph_breaks(
     found = []
     for compiled in (False, True):
         torch.manual_seed(3)
-        made = gpu_script.Stepper(model, TINY_MIXTRAL, 2, CPU, 3)
+        made = decoding.Stepper(model, TINY_MIXTRAL, 2, CPU, 3)
         step = torch.compile(made.step, fullgraph=True, backend="aot_eager") if compiled else made.step
         with torch.inference_mode():
             found.append(torch.stack([step() for _ in range(3)]))
     assert torch.equal(*found)
     assert not torch.equal(found[0][0], found[0][1])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_compiled_step_stays_within_the_cache(
+    gpu_script: ModuleType, decoding: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def compile_nothing(step, **options):  # type: ignore[no-untyped-def]
+        asked.append(options)
+        return step
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    (case,) = gpu_script.compiled_model(CPU, 1e9, TINY_MIXTRAL)
+    assert case.run(gpu_script.Clock(dry=True))["run as"] == "not measured"
+    found = case.run(gpu_script.Clock())
+    assert (found["batch"], found["run as"]) == (1, "torch.compile")
+    assert [options["fullgraph"] for options in asked] == [True]
 
 
 def test_parts_run_and_faults_cost_one_case(
@@ -281,6 +304,18 @@ def test_nothing_begins_when_the_minutes_are_over(gpu_script: ModuleType) -> Non
     assert run.report()["left_out"] == ["a case"]
 
 
+def test_a_model_that_does_not_fit_is_left_out(
+    gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8e9, 16e9))
+    run = gpu_script.Run(8)
+    cases = gpu_script.whole_model(torch.device("cuda"), 1e12, TINY_MIXTRAL, (1, 16))
+    assert run.part(cases) == []
+    assert run.report()["left_out"] == ["whole model, batch 1", "whole model, batch 16"]
+    assert run.report()["failed"] == []
+    assert "32 GB of memory are needed, 8 GB are free" in capsys.readouterr().out
+
+
 def test_a_lost_gpu_ends_the_run(gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -327,7 +362,7 @@ def test_the_bf16_layer_is_the_same_layer(gpu_script: ModuleType) -> None:
     assert relative_error(gpu_script.bf16_experts(x, index, weights, gate_up, down), expected) < 2e-2
 
 
-def test_a_small_mixtral_decodes(gpu_script: ModuleType) -> None:
+def test_a_small_mixtral_decodes(gpu_script: ModuleType, decoding: ModuleType) -> None:
     (case,) = gpu_script.whole_model(CPU, 1e9, TINY_MIXTRAL, (2,))
     found = case.run(gpu_script.Clock())
     assert found["run as"] == "eager"
