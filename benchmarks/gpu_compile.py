@@ -37,6 +37,7 @@ from trilobite.kernels import (
     triton_routing,
     triton_tuning,
 )
+from trilobite.kernels.triton_bench import DEEPSEEK, MIXTRAL, Layer
 from trilobite.kernels.triton_experts import experts
 from trilobite.kernels.triton_launch import Launch, recording
 from trilobite.kernels.triton_layout import Place, coding
@@ -59,7 +60,8 @@ TYPES = {
 }
 UNSPECIALIZED = "S"
 """The number of slots: kernels are not compiled anew for its multiples of 16, nor for one."""
-HIDDEN, INTERMEDIATE, EXPERTS, ACTIVE = 4096, 14336, 8, 2
+GPT_OSS = Layer(name="gpt-oss-120b", experts=128, active=4, hidden=2880, intermediate=2880)
+"""Many experts, biases, an activation of its own, and rows that are no multiple of 128."""
 KERNELS = {
     k.fn.__name__: k
     for k in (
@@ -123,50 +125,62 @@ def meta_pack(weights: list[PackedWeight], count: int) -> tuple[torch.Tensor, to
 
 
 def tokens_of(operation: str, arch: str) -> list[int]:
-    """One number of rows for every tile of an operation's table."""
+    """One number of rows for every tile of an operation's table, and a single one: it takes forms of its own."""
     tiles, _ = triton_tuning.tiles_of(operation, (f"sm_{arch}", "default"))
-    return [min(t.tokens, 1024) for t in tiles]
+    return sorted({1, *(min(t.tokens, 1024) for t in tiles)})
 
 
-def record(arch: str, fmt: AnyFormat, rank: int, kind: str, dtype: torch.dtype) -> Iterator[Variant]:
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A layer of a model in some format, without data: its operators on so many tokens."""
+
+    layer: Layer
+    format: AnyFormat
+    rank: int
+    kind: str
+    dtype: torch.dtype
+
+    def linear(self, rows: int) -> None:
+        """An expert's down projection as a linear layer."""
+        n, k = self.layer.hidden, self.layer.intermediate
+        slab, places, spec = meta_pack([meta_weight(n, k, self.format, self.rank, self.kind)], 1)
+        linear(self._empty(rows, k), slab, places, None, spec, n)
+
+    def experts(self, tokens: int) -> None:
+        e, h, i = self.layer.experts, self.layer.hidden, self.layer.intermediate
+        up, down = (meta_weight(*s, self.format, self.rank, self.kind) for s in ((i, h), (h, i)))
+        slab, places, spec = meta_pack([up, up, down], e)
+        index = torch.empty((tokens, self.layer.active), dtype=torch.int64, device="meta")
+        own = self.layer == GPT_OSS
+        biases = (self._empty(e, 2 * i), self._empty(e, h)) if own else (None, None)
+        activation = "gpt_oss" if own else "silu"
+        weights = self._empty(tokens, self.layer.active)
+        experts(self._empty(tokens, h), index, weights, slab, places, *biases, i, activation, spec)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+
+def record(
+    arch: str, fmt: AnyFormat, rank: int, kind: str, dtype: torch.dtype, layer: Layer = MIXTRAL
+) -> Iterator[Variant]:
     """The launches of both operators at every size that the tables of an architecture distinguish."""
     found: dict[Variant, None] = {}
+    shape = Shape(layer=layer, format=fmt, rank=rank, kind=kind, dtype=dtype)
     with (
         triton_tuning.pretending((f"sm_{arch}", "default")),
         recording(lambda call: found.setdefault(variant(call))),
     ):
-        w = meta_weight(HIDDEN, INTERMEDIATE, fmt, rank, kind)
-        slab, places, spec = meta_pack([w], 1)
-        linear_pack = (slab, places, None, spec)
         for rows in tokens_of("linear", arch):
-            linear(
-                torch.empty((rows, INTERMEDIATE), dtype=dtype, device="meta"),
-                slab,
-                places,
-                None,
-                spec,
-                HIDDEN,
-            )
-        up = meta_weight(INTERMEDIATE, HIDDEN, fmt, rank, kind)
-        slab, places, spec = meta_pack([up, up, w], EXPERTS)
-        for each in (*tokens_of("gate_up", arch), *tokens_of("down", arch)):
-            tokens = max(1, each * EXPERTS // ACTIVE) if each > 1 else 1
-            x = torch.empty((tokens, HIDDEN), dtype=dtype, device="meta")
-            index = torch.empty((tokens, ACTIVE), dtype=torch.int64, device="meta")
-            weights = torch.empty((tokens, ACTIVE), dtype=dtype, device="meta")
-            experts(x, index, weights, slab, places, None, None, INTERMEDIATE, "silu", spec)
+            shape.linear(rows)
+        for each in sorted({*tokens_of("gate_up", arch), *tokens_of("down", arch)}):
+            shape.experts(max(1, each * layer.experts // layer.active) if each > 1 else 1)
         lanes = triton_tuning.CANDIDATES["lanes"] if (str(fmt), rank) == ("int3-g64", 0) else ()
         for tile in lanes:
             with triton_tuning.forcing({"linear": tile, "gate_up": tile, "down": tile}):
-                linear(
-                    torch.empty((tile.block_m, INTERMEDIATE), dtype=dtype, device="meta"),
-                    *linear_pack,
-                    HIDDEN,
-                )
+                shape.linear(tile.block_m)
                 if tile.block_m == 1 and tile.block_n == 64:
-                    experts(
-                        x[:1], index[:1], weights[:1], slab, places, None, None, INTERMEDIATE, "silu", spec
-                    )
+                    shape.experts(1)
     yield from found
 
 
@@ -289,11 +303,22 @@ def rows_of(done: list[tuple[Variant, str, Report]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def cases(quick: bool, everything: bool) -> list[tuple[str, int, str, torch.dtype]]:
-    """(format, rank, compensator, type) to compile for."""
-    found = [("int3-g64", 0, "int3", torch.bfloat16)]
-    if quick:
-        return found
+Compilation = tuple[str, int, str, torch.dtype, Layer]
+
+
+def cases(quick: bool, everything: bool) -> list[Compilation]:
+    """(format, rank, compensator, type, layer) to compile for: formats on Mixtral's layer, two of them on others too."""
+    plain = [("int3-g64", 0, "int3", torch.bfloat16)]
+    if not quick:
+        plain += _formats(everything)
+    layers = () if quick else (DEEPSEEK, GPT_OSS)
+    found = [(*case, MIXTRAL) for case in plain]
+    found += [(fmt, 0, "int3", torch.bfloat16, layer) for layer in layers for fmt in ("int3-g64", "e8p-2")]
+    return list(dict.fromkeys(found))
+
+
+def _formats(everything: bool) -> list[tuple[str, int, str, torch.dtype]]:
+    found: list[tuple[str, int, str, torch.dtype]] = []
     found.append(("int3-g64", 32, "int3", torch.bfloat16))
     found += [(fmt, 0, "int3", torch.bfloat16) for fmt in (*ELEPHANTS, *LATTICES)]
     if everything:
@@ -302,7 +327,7 @@ def cases(quick: bool, everything: bool) -> list[tuple[str, int, str, torch.dtyp
             found += [
                 (fmt, 32, kind, dtype) for fmt in (*PRESETS, "e8p-2") for kind in ("int3", "int8", "fp16")
             ]
-    return list(dict.fromkeys(found))
+    return found
 
 
 def main() -> None:
@@ -317,8 +342,8 @@ def main() -> None:
     arguments = parser.parse_args()
     jobs: dict[tuple[Variant, str], None] = {}
     for arch in arguments.arch.split(","):
-        for fmt, rank, kind, dtype in cases(arguments.quick, arguments.all):
-            jobs |= dict.fromkeys((v, arch) for v in record(arch, parse_format(fmt), rank, kind, dtype))
+        for fmt, *rest in cases(arguments.quick, arguments.all):
+            jobs |= dict.fromkeys((v, arch) for v in record(arch, parse_format(fmt), *rest))
     print(f"{len(jobs)} variants", flush=True)
     with ProcessPoolExecutor(arguments.jobs) as pool:
         done = list(pool.map(_compile, jobs, chunksize=4))

@@ -1,23 +1,27 @@
 """Measure the operators on random weights, and choose tiles: for `trilobite bench` and benchmarks/gpu.py."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from trilobite.errors import DeviceError
 from trilobite.formats.affine import packed_shape
-from trilobite.formats.weight import PackedWeight, encode_factor
+from trilobite.formats.incoherence import draw_signs
+from trilobite.formats.lattice import Record
+from trilobite.formats.weight import PackedWeight, encode_factor, stored_shapes
 from trilobite.kernels import triton_tuning
 from trilobite.kernels.triton_experts import experts as run_experts
 from trilobite.kernels.triton_layout import Pack, Place, repack
 from trilobite.kernels.triton_linear import linear as run_linear
 from trilobite.kernels.triton_tuning import CANDIDATES, Table, Tile
-from trilobite.recipe import Format
+from trilobite.recipe import AnyFormat, Format, LatticeFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +38,27 @@ class Layer:
 MIXTRAL = Layer(name="Mixtral-8x7B", experts=8, active=2, hidden=4096, intermediate=14336)
 DEEPSEEK = Layer(name="DeepSeek-MoE-16B", experts=64, active=6, hidden=2048, intermediate=1408)
 ROUTINGS = 8
-"""Random routings that one measurement goes through, so that experts do not stay in the cache."""
+"""Weights, or random routings, that one measurement goes through at least."""
+INTERVAL = 8
+"""Replays of a graph between two events: the gap before the first one, which the host makes, counts an eighth."""
+FAILURES = (RuntimeError, TritonError)
+"""What a launch may raise: out of memory or shared memory, an assembler that fails. Triton's are no RuntimeErrors."""
 
 
-def random_weight(n: int, k: int, fmt: Format, *, rank: int = 0, device: torch.device) -> PackedWeight:
+def spread_bytes(device: torch.device) -> int:
+    """Bytes that calls shall read before they read any again: several times the largest L2. Nothing off the GPU."""
+    return 1 << 28 if device.type == "cuda" else 0
+
+
+def random_weight(n: int, k: int, fmt: AnyFormat, *, rank: int = 0, device: torch.device) -> PackedWeight:
     """Random codes with scales of an ordinary matrix: [n, k], standard deviation about 0.02."""
-    tiles = torch.randint(0, 256, packed_shape(fmt, n, k), dtype=torch.uint8, device=device)
-    scale = 0.07 / 2**fmt.bits
-    meta = torch.full((16,), scale, device=device).half()
-    if not fmt.symmetric:
-        meta = torch.cat((meta, torch.full((16,), -scale * (2**fmt.bits - 1) / 2, device=device).half()))
-    tiles[..., tiles.shape[2] - 2 * meta.numel() :] = meta.view(torch.uint8)
+    w = (
+        _random_lattice(n, k, fmt, device)
+        if isinstance(fmt, LatticeFormat)
+        else _random_affine(n, k, fmt, device)
+    )
     if rank == 0:
-        return PackedWeight(shape=(n, k), packed=tiles)
+        return w
     factors = [
         encode_factor(
             torch.randn(rank, length, device=device) * 0.01,
@@ -55,10 +67,33 @@ def random_weight(n: int, k: int, fmt: Format, *, rank: int = 0, device: torch.d
         )
         for length in (n, k)
     ]
-    return PackedWeight(shape=(n, k), packed=tiles, lra=factors[0], lrb=factors[1])
+    return replace(w, lra=factors[0], lrb=factors[1])
 
 
-def random_layer(layer: Layer, fmt: Format, device: torch.device, rank: int = 0) -> Pack:
+def _random_affine(n: int, k: int, fmt: Format, device: torch.device) -> PackedWeight:
+    tiles = torch.randint(0, 256, packed_shape(fmt, n, k), dtype=torch.uint8, device=device)
+    scale = 0.07 / 2**fmt.bits
+    meta = torch.full((16,), scale, device=device).half()
+    if not fmt.symmetric:
+        meta = torch.cat((meta, torch.full((16,), -scale * (2**fmt.bits - 1) / 2, device=device).half()))
+    tiles[..., tiles.shape[2] - 2 * meta.numel() :] = meta.view(torch.uint8)
+    return PackedWeight(shape=(n, k), packed=tiles)
+
+
+def _random_lattice(n: int, k: int, fmt: LatticeFormat, device: torch.device) -> PackedWeight:
+    """Any byte is a codeword; entries of a codebook have a variance of about one."""
+    shape = stored_shapes(fmt, n, k)["packed"]
+    record = Record(format=fmt, scale=0.02, second=0.006 if fmt.bits > 2 else 0.0)
+    return PackedWeight(
+        shape=(n, k),
+        packed=torch.randint(0, 256, shape, dtype=torch.uint8, device=device),
+        lattice=record.to_tensor().to(device),
+        signs_in=draw_signs(fmt.transform, k, 0).to(device),
+        signs_out=draw_signs(fmt.transform, n, 1).to(device),
+    )
+
+
+def random_layer(layer: Layer, fmt: AnyFormat, device: torch.device, rank: int = 0) -> Pack:
     """A layer of random experts in the GPU layout: copies of one expert, each in a place of its own."""
     h, i = layer.hidden, layer.intermediate
     one = repack([[random_weight(n, k, fmt, rank=rank, device=device) for n, k in ((i, h), (i, h), (h, i))]])
@@ -75,13 +110,36 @@ def routing(layer: Layer, tokens: int, device: torch.device) -> tuple[Tensor, Te
     return index, torch.rand(tokens, layer.active, device=device).bfloat16()
 
 
-def seconds(calls: list[Callable[[], object]], repeats: int = 20) -> float:
+def routings(layer: Layer, tokens: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Routings for calls that follow each other, at least `ROUTINGS`.
+
+    While a call needs no expert twice, experts are dealt from one shuffled pack, round and round: so a call meets those
+    that no call has met for longest. Two bits a weight, the least of any format, decide how many calls it takes to read
+    `spread_bytes`.
+    """
+    each = hit_experts(layer, tokens) * 3 * layer.hidden * layer.intermediate / 4
+    count = max(ROUTINGS, math.ceil(spread_bytes(device) / each))
+    if tokens * layer.active > layer.experts:
+        return [routing(layer, tokens, device) for _ in range(count)]
+    shuffled = torch.randperm(layer.experts, device=device)
+    hands = torch.arange(count * tokens * layer.active, device=device) % layer.experts
+    dealt = shuffled[hands].view(count, tokens, layer.active)
+    return [(index, routing(layer, tokens, device)[1]) for index in dealt]
+
+
+def copies(pack: Pack, least: int = 1) -> list[Pack]:
+    """The pack, and so many copies of it that calls on all of them in turn find nothing in the cache."""
+    count = max(least, -(-spread_bytes(pack.slab.device) // (4 * pack.slab.numel())))
+    return [pack, *(replace(pack, slab=pack.slab.clone()) for _ in range(count - 1))]
+
+
+def seconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
     """Median seconds of one call: all of them in one CUDA graph, replayed; without a GPU, called one by one."""
     for call in calls:
         call()
     if not torch.cuda.is_available():
         times = []
-        for call in calls * max(1, repeats // len(calls)):
+        for call in list(calls) * max(1, repeats // len(calls)):
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
@@ -91,28 +149,47 @@ def seconds(calls: list[Callable[[], object]], repeats: int = 20) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / len(calls))
-    return statistics.median(times)
+    one = _warm_up(graph.replay)
+    # Where one replay takes milliseconds, the host's gap is nothing, and eight would take long.
+    inner = max(1, min(INTERVAL, int(0.01 / one)))
+    return statistics.median(interval(graph.replay, inner) for _ in range(repeats)) / len(calls)
 
 
-def expert_calls(layer: Layer, pack: Pack, tokens: int) -> list[Callable[[], object]]:
-    """The operator on random activations, once for each of a few random routings."""
+def _warm_up(replay: Callable[[], object], least: float = 0.05) -> float:
+    """Replay until the clocks are up. returns: seconds of one replay, the host's part included."""
+    start, count = time.perf_counter(), 0
+    while (took := time.perf_counter() - start) < least:
+        replay()
+        torch.cuda.synchronize()
+        count += 1
+    return took / count
+
+
+def interval(replay: Callable[[], object], inner: int = INTERVAL) -> float:
+    """Seconds of one of `inner` replays in a row, between two events."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(inner):
+        replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / inner
+
+
+def expert_calls(
+    layer: Layer, pack: Pack, tokens: int, routed: Sequence[tuple[Tensor, Tensor]] | None = None
+) -> list[Callable[[], object]]:
+    """The operator on random activations, once for each routing (default: those of `routings`)."""
     device = pack.slab.device
     x = torch.randn(tokens, layer.hidden, device=device, dtype=torch.bfloat16)
+    packs = copies(pack)
     return [
         partial(
             run_experts,
             x,
-            *routing(layer, tokens, device),
-            pack.slab,
+            index,
+            weights,
+            packs[i % len(packs)].slab,
             pack.table,
             None,
             None,
@@ -120,7 +197,7 @@ def expert_calls(layer: Layer, pack: Pack, tokens: int) -> list[Callable[[], obj
             "silu",
             pack.spec,
         )
-        for _ in range(ROUTINGS)
+        for i, (index, weights) in enumerate(routed or routings(layer, tokens, device))
     ]
 
 
@@ -130,10 +207,16 @@ def linear_calls(packs: list[Pack], n: int, k: int, tokens: int) -> list[Callabl
     return [partial(run_linear, x, p.slab, p.table, None, p.spec, n) for p in packs]
 
 
+def hit_experts(layer: Layer, tokens: int) -> float:
+    """Experts that one of the `routings` of so many tokens hits, on average."""
+    if tokens * layer.active <= layer.experts:
+        return tokens * layer.active
+    return layer.experts * (1 - (1 - layer.active / layer.experts) ** tokens)
+
+
 def hit_bytes(layer: Layer, pack: Pack, tokens: int) -> float:
-    """Bytes of the experts that a random routing of so many tokens hits, on average."""
-    missed = (1 - layer.active / layer.experts) ** tokens
-    return 4 * pack.slab.numel() * (1 - missed)
+    """Bytes of those experts."""
+    return 4 * pack.slab.numel() * hit_experts(layer, tokens) / layer.experts
 
 
 def copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float:
@@ -160,7 +243,7 @@ def tune(device: torch.device, report: Callable[[str], None]) -> tuple[str, Tabl
         )
     fmt = Format(bits=3, group=64)
     layers = [(layer, random_layer(layer, fmt, device)) for layer in (MIXTRAL, DEEPSEEK)]
-    matrix = [repack([[random_weight(4096, 4096, fmt, device=device)]]) for _ in range(ROUTINGS)]
+    matrix = copies(repack([[random_weight(4096, 4096, fmt, device=device)]]), ROUTINGS)
     table: Table = {}
 
     def experts_at(each: int) -> list[list[Callable[[], object]]]:
@@ -211,7 +294,11 @@ def _fastest(
         with triton_tuning.forcing(forced):
             try:
                 timed.append((sum(seconds(calls, 10) for calls in groups), tile))
-            except RuntimeError:  # more shared memory than this GPU has
+            except FAILURES:  # more shared memory than this GPU has
                 continue
+    if not timed:
+        raise DeviceError(
+            f"{operation}: none of {len(tiles)} tiles runs on this GPU; the tables of the package stay in use"
+        )
     took, best = min(timed, key=lambda pair: pair[0])
     return best, took
