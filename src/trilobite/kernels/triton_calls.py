@@ -122,13 +122,16 @@ def row_arguments(
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What `product` shall multiply by: a projection of class `class_id`, N rows, or its compensator factor V."""
+    """What `product` shall multiply by: a projection of class `class_id`, N rows, or its compensator factor V.
+
+    class_id: -1 = there is but one class, and nothing to compare
+    """
 
     coding: Coding
     n: int
     projection: int = 0
     count: int = 1
-    class_id: int = 0
+    class_id: int = -1
     ranked: bool = False
 
 
@@ -147,9 +150,9 @@ def run_product(
         "R_MAX": low.rank,
         "PROJECTIONS": m.projections,
         "PROJECTION": job.projection,
-        "CLASS_ID": job.class_id,
     }
     constants |= {
+        "CLASS_ID": job.class_id,
         "RANKED": job.ranked,
         "BITS": c.bits,
         "GROUP": c.group,

@@ -169,7 +169,8 @@ class _Layer:
         self.gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
         self.down_bias = None if down_bias is None else down_bias.contiguous()
         self.intermediate, self.activation = intermediate, activation
-        self.classes = codings_of(spec, 3)
+        codings = codings_of(spec, 3)
+        self.classes = dict(enumerate(codings)) if len(codings) > 1 else {-1: codings[0]}
         if activation not in ACTIVATIONS:
             gate_fn(activation)  # raises ArchitectureError where nobody knows it
 
@@ -178,12 +179,12 @@ class _Layer:
         tokens, experts = x.shape[0], self.matrices.table.shape[0]
         each = -(-index.numel() // experts)
         tile = tile_for("gate_up", each, x)
-        if any(c.e8p for codings in self.classes for c in codings):
+        if any(c.e8p for codings in self.classes.values() for c in codings):
             tile = fitted(tile, max(8, min(LATTICE_SLOTS, tile.block_m)))
         rows = make_rows(index, experts, tile.block_m)
         h = scratch((rows.slots, self.intermediate), x.dtype, x, tokens)
         inputs = Inputs(x=x, divisor=index.shape[1], tokens=tokens)
-        for class_id, codings in enumerate(self.classes):
+        for class_id, codings in self.classes.items():
             low = low_rank(rows, self.matrices, inputs, codings[GATE : UP + 1], GATE, class_id)
             lattice = codings[GATE].e8p or codings[UP].e8p
             if self.activation in ACTIVATIONS and not lattice:
@@ -229,9 +230,9 @@ class _Layer:
             "p_h": h,
             "N": self.intermediate,
             "R_MAX": low.rank,
-            "CLASS_ID": class_id,
         }
         constants |= {
+            "CLASS_ID": class_id,
             "GATED": gate.bits > 0,
             "ACTIVATION": self.activation,
             "BIAS": bias is not None and gate.bits > 0,
@@ -287,9 +288,9 @@ class _Layer:
             "S": rows.slots,
             "E": rows.experts,
             "N": self.intermediate,
-            "CLASS_ID": class_id,
         }
         constants = {
+            "CLASS_ID": class_id,
             "GATED": gated,
             "ACTIVATION": self.activation,
             "BIAS": bias is not None and gated,
@@ -306,8 +307,9 @@ class _Layer:
             gate, up = gate + gate_bias, up + up_bias
         act = gate_fn(self.activation)
         made = act(gate, up) if gated else act(up, torch.ones_like(up))
-        mine_only = (self.matrices.table[known, UP, Place.CLASS] == class_id)[:, None]
-        h.copy_(torch.where(mine_only, made, h))
+        if class_id >= 0:
+            made = torch.where((self.matrices.table[known, UP, Place.CLASS] == class_id)[:, None], made, h)
+        h.copy_(made)
 
     def _down(self, rows: Rows, inputs: Inputs, n: int) -> Tensor:
         """Partial sums of down(h) [1, splits, S, n] fp32."""
@@ -317,19 +319,19 @@ class _Layer:
         k = inputs.x.shape[1]
         lows = [
             low_rank(rows, self.matrices, inputs, codings[DOWN:], DOWN, class_id)
-            for class_id, codings in enumerate(self.classes)
+            for class_id, codings in self.classes.items()
         ]
-        blocks = min(blocks_of(codings[DOWN], k, tile) for codings in self.classes)
+        blocks = min(blocks_of(codings[DOWN], k, tile) for codings in self.classes.values())
         splits = split_count(tile, rows.tiles * -(-n // tile.block_n), blocks, device)
-        if any(codings[DOWN].e8p for codings in self.classes):
+        if any(codings[DOWN].e8p for codings in self.classes.values()):
             splits = 1  # sums are rotated back whole
         parts = scratch((1, splits, rows.slots, n), torch.float32, inputs.x, inputs.tokens)
-        for class_id, codings in enumerate(self.classes):
+        for low, (class_id, codings) in zip(lows, self.classes.items(), strict=True):
             job = Job(coding=codings[DOWN], n=n, projection=DOWN, class_id=class_id)
             if splits == 1:
-                multiply(rows, self.matrices, inputs, job, tile, lows[class_id], parts[:, 0])
+                multiply(rows, self.matrices, inputs, job, tile, low, parts[:, 0])
             else:
-                run_product(rows, self.matrices, inputs, job, tile, lows[class_id], parts, None)
+                run_product(rows, self.matrices, inputs, job, tile, low, parts, None)
         return parts
 
 

@@ -6,7 +6,6 @@ import triton.language as tl
 from trilobite.kernels.triton_decode import load_words
 from trilobite.kernels.triton_tile import (
     BLOCK_R,
-    CLASS,
     COLUMNS,
     META,
     RANK,
@@ -14,6 +13,7 @@ from trilobite.kernels.triton_tile import (
     add_compensator,
     add_step,
     gathered,
+    is_other,
     load_activations,
     row_ranges,
     step_sums,
@@ -59,12 +59,12 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["S"])
 def gate_up(
     p_x, p_slab, p_table, p_bias, p_z, p_h, p_index, p_order, p_ends, p_tiles,
-    S, DIVISOR, E, N, K, R_MAX, CLASS_ID,
-    MODE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    S, DIVISOR, E, N, K, R_MAX,
+    CLASS_ID: tl.constexpr, MODE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     GATE_BITS: tl.constexpr, GATE_GROUP: tl.constexpr, GATE_SYMMETRIC: tl.constexpr, GATE_RANK_BITS: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, RANK_BITS: tl.constexpr,
-    STEP: tl.constexpr, FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    EP: tl.constexpr, Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, RANK_BITS: tl.constexpr, STEP: tl.constexpr,
+    FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr,
+    Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """h[slot] = act(gate x) * (up x), or act(up x) without gates; x is row slot // DIVISOR.
 
@@ -76,7 +76,7 @@ def gate_up(
         return
     p_gate = p_table + expert.to(tl.int64) * 3 * COLUMNS
     p_up = p_gate + COLUMNS
-    if tl.load(p_up + CLASS) != CLASS_ID:
+    if is_other(p_up, CLASS_ID):
         return
     n0 = tl.program_id(1) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
@@ -138,8 +138,8 @@ def gate_up(
 
 @triton.jit(do_not_specialize=["S"])
 def activate(
-    p_both, p_table, p_bias, p_index, p_h, S, E, N, CLASS_ID,
-    GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    p_both, p_table, p_bias, p_index, p_h, S, E, N,
+    CLASS_ID: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h[slot] = act(both[0, slot]) * both[1, slot], biases added, as in `gate_up`; for the slots of one class.
 
@@ -149,7 +149,7 @@ def activate(
     expert = tl.load(p_index + slot).to(tl.int64)
     if (expert < 0) | (expert >= E):
         return
-    if tl.load(p_table + (expert * 3 + 1) * COLUMNS + CLASS) != CLASS_ID:
+    if is_other(p_table + (expert * 3 + 1) * COLUMNS, CLASS_ID):
         return
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = slot.to(tl.int64) * N + n

@@ -8,7 +8,7 @@ i & j, those of H_L come from a table. A program makes BLOCK_L rows of the resul
 import triton
 import triton.language as tl
 
-from trilobite.kernels.triton_tile import CLASS, COLUMNS, SIGNS_IN, SIGNS_OUT
+from trilobite.kernels.triton_tile import COLUMNS, SIGNS_IN, SIGNS_OUT, is_other
 
 
 @triton.jit
@@ -73,9 +73,9 @@ def _expert(p_index, slot, E, INDEXED: tl.constexpr):
 @triton.jit(do_not_specialize=["S"])
 def spin(
     p_x, p_slab, p_table, p_core, p_index, p_out,
-    S, DIVISOR, E, N, L, WIDTH, SCALE, PROJECTIONS, PROJECTION, CLASS_ID,
-    INDEXED: tl.constexpr, TUNED: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    S, DIVISOR, E, N, L, WIDTH, SCALE, PROJECTIONS, PROJECTION,
+    CLASS_ID: tl.constexpr, INDEXED: tl.constexpr, TUNED: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """out[p, slot] = T_in x[slot // DIVISOR], in the order of the GPU layout, zero from column N on.
 
@@ -87,7 +87,7 @@ def spin(
     if expert >= E:
         return
     p_row = p_table + (expert.to(tl.int64) * PROJECTIONS + PROJECTION + local) * COLUMNS
-    if tl.load(p_row + CLASS) != CLASS_ID:
+    if is_other(p_row, CLASS_ID):
         return
     p_signs = p_slab + tl.multiple_of(tl.load(p_row + SIGNS_IN), 32)
     p_x += (slot // DIVISOR).to(tl.int64) * N
@@ -109,9 +109,9 @@ def spin(
 @triton.jit(do_not_specialize=["S"])
 def spin_back(
     p_parts, p_slab, p_table, p_core, p_index, p_low, p_bias, p_out,
-    S, E, N, L, SCALE, PROJECTIONS, PROJECTION, CLASS_ID,
-    INDEXED: tl.constexpr, TUNED: tl.constexpr, SPLITS: tl.constexpr, LOW: tl.constexpr, BIAS: tl.constexpr,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_J: tl.constexpr,
+    S, E, N, L, SCALE, PROJECTIONS, PROJECTION,
+    CLASS_ID: tl.constexpr, INDEXED: tl.constexpr, TUNED: tl.constexpr, SPLITS: tl.constexpr, LOW: tl.constexpr,
+    BIAS: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """out[p, slot] = T_out^T (sum over splits of parts[p, split, slot]) + low[p, slot] + bias.
 
@@ -123,7 +123,7 @@ def spin_back(
     if expert >= E:
         return
     p_row = p_table + (expert.to(tl.int64) * PROJECTIONS + PROJECTION + local) * COLUMNS
-    if tl.load(p_row + CLASS) != CLASS_ID:
+    if is_other(p_row, CLASS_ID):
         return
     p_signs = p_slab + tl.multiple_of(tl.load(p_row + SIGNS_OUT), 32)
     i = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)

@@ -10,12 +10,12 @@ import triton.language as tl
 from trilobite.kernels.triton_decode import bias_of, load_words, operand, unit_of
 from trilobite.kernels.triton_tile import (
     BLOCK_R,
-    CLASS,
     COLUMNS,
     META,
     RANK,
     WORDS,
     add_compensator,
+    is_other,
     load_activations,
     tile_slots,
 )
@@ -53,9 +53,9 @@ def _as_weights(acc, total, scale, middle: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["S"])
 def lattice_product(
     p_x, p_slab, p_table, p_codes, p_out, p_index, p_order, p_ends, p_tiles,
-    S, E, N, K, PROJECTIONS, PROJECTION, CLASS_ID,
-    MODE: tl.constexpr, BITS: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    EP: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    S, E, N, K, PROJECTIONS, PROJECTION,
+    CLASS_ID: tl.constexpr, MODE: tl.constexpr, BITS: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, EP: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[p, split, slot] = C x[p, slot] over a range of columns; C is what the codewords of one projection stand for.
 
@@ -68,7 +68,7 @@ def lattice_product(
     if expert >= E:
         return
     p_row = p_table + (expert.to(tl.int64) * PROJECTIONS + PROJECTION + local) * COLUMNS
-    if tl.load(p_row + CLASS) != CLASS_ID:
+    if is_other(p_row, CLASS_ID):
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     p_words = p_slab + tl.multiple_of(tl.load(p_row + WORDS), 32)
@@ -109,9 +109,9 @@ def lattice_product(
 @triton.jit(do_not_specialize=["S"])
 def compensate(
     p_x, p_slab, p_table, p_z, p_out, p_index, p_order, p_ends, p_tiles,
-    S, E, N, R_MAX, PROJECTIONS, PROJECTION, CLASS_ID,
-    MODE: tl.constexpr, RANK_BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr,
-    Z_SPLITS: tl.constexpr,
+    S, E, N, R_MAX, PROJECTIONS, PROJECTION,
+    CLASS_ID: tl.constexpr, MODE: tl.constexpr, RANK_BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EP: tl.constexpr, Z_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = U z of one projection. grid: (tiles, row blocks). z: [Z_SPLITS, S, R_MAX] fp32    out: [S, N] fp32."""
     tile = tl.program_id(0)
@@ -119,7 +119,7 @@ def compensate(
     if expert >= E:
         return
     p_row = p_table + (expert.to(tl.int64) * PROJECTIONS + PROJECTION) * COLUMNS
-    if tl.load(p_row + CLASS) != CLASS_ID:
+    if is_other(p_row, CLASS_ID):
         return
     n0 = tl.program_id(1) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)

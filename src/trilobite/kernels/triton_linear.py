@@ -48,7 +48,7 @@ def linear(
     inputs = Inputs(x=x.reshape(s, k).contiguous(), divisor=1, tokens=s)
     rows = Rows(mode=DENSE.value, slots=s, experts=1, tiles=-(-s // tile.block_m), block_m=tile.block_m)
     m = Matrices(slab=slab, table=table, projections=1)
-    low = low_rank(rows, m, inputs, [coding], 0, 0)
+    low = low_rank(rows, m, inputs, [coding], 0, -1)
     job = Job(coding=coding, n=n)
     if coding.e8p:
         run_rotated(rows, m, inputs, job, low, y.view(1, s, n), bias)

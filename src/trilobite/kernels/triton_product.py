@@ -6,7 +6,6 @@ import triton.language as tl
 from trilobite.kernels.triton_decode import load_words
 from trilobite.kernels.triton_tile import (
     BLOCK_R,
-    CLASS,
     COLUMNS,
     META,
     RANK,
@@ -16,6 +15,7 @@ from trilobite.kernels.triton_tile import (
     add_compensator,
     add_step,
     gathered,
+    is_other,
     load_activations,
     row_ranges,
     step_sums,
@@ -27,11 +27,11 @@ from trilobite.kernels.triton_tile import (
 @triton.jit(do_not_specialize=["S"])
 def product(
     p_x, p_slab, p_table, p_bias, p_z, p_out, p_index, p_order, p_ends, p_tiles,
-    S, DIVISOR, E, N, K, R_MAX, PROJECTIONS, PROJECTION, CLASS_ID,
-    MODE: tl.constexpr, RANKED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-    RANK_BITS: tl.constexpr, STEP: tl.constexpr, FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, EP: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
-    BIAS: tl.constexpr, STAGES: tl.constexpr,
+    S, DIVISOR, E, N, K, R_MAX, PROJECTIONS, PROJECTION,
+    CLASS_ID: tl.constexpr, MODE: tl.constexpr, RANKED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr, RANK_BITS: tl.constexpr, STEP: tl.constexpr, FORM: tl.constexpr, KS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr,
+    EVEN_K: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[split, slot] = W x[slot // DIVISOR] over a range of columns; W is one projection of the slot's expert.
 
@@ -44,7 +44,7 @@ def product(
     if expert >= E:
         return
     p_row = p_table + (expert.to(tl.int64) * PROJECTIONS + PROJECTION + local) * COLUMNS
-    if tl.load(p_row + CLASS) != CLASS_ID:
+    if is_other(p_row, CLASS_ID):
         return
     n0 = tl.program_id(1) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)

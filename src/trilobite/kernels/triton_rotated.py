@@ -66,7 +66,6 @@ def run_rotated(
     m_arguments: Arguments = {
         "PROJECTIONS": m.projections,
         "PROJECTION": job.projection,
-        "CLASS_ID": job.class_id,
     }
     grid, arguments, constants = _transform(rows, m, job, k)
     arguments |= m_arguments | {"p_x": inputs.x, "p_out": x, "DIVISOR": inputs.divisor, "WIDTH": width}
@@ -80,6 +79,7 @@ def run_rotated(
     arguments |= m_arguments | {"p_x": x, "p_codes": triton_codewords.tables(device), "p_out": parts}
     arguments |= {"N": job.n, "K": width}
     constants |= {
+        "CLASS_ID": job.class_id,
         "BITS": job.coding.bits,
         "KS": tile.chunks,
         "EVEN_K": width % (CHUNK * tile.chunks) == 0,
@@ -113,9 +113,9 @@ def _compensators(rows: Rows, m: Matrices, inputs: Inputs, job: Job, low: Low) -
             "R_MAX": low.rank,
             "PROJECTIONS": m.projections,
             "PROJECTION": job.projection + p,
-            "CLASS_ID": job.class_id,
         }
         constants |= {
+            "CLASS_ID": job.class_id,
             "RANK_BITS": job.coding.rank_bits,
             "BLOCK_N": COMPENSATE_BLOCK,
             "Z_SPLITS": low.splits,
@@ -131,6 +131,7 @@ def _transform(rows: Rows, m: Matrices, job: Job, n: int) -> tuple[tuple[int, ..
     block = min(64, max(16, 1 << (length - 1).bit_length()))
     rows_each = 16 if rows.slots <= FEW_SLOTS else block
     constants: Arguments = {
+        "CLASS_ID": job.class_id,
         "INDEXED": rows.index is not None,
         "TUNED": job.coding.tuned,
         "R": r,

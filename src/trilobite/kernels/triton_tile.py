@@ -59,6 +59,15 @@ BLOCK_R = tl.constexpr(32)
 
 
 @triton.jit
+def is_other(p_row, CLASS_ID: tl.constexpr):
+    """Whether the matrix of a row of the table belongs to another class than this launch; CLASS_ID -1: there is one."""
+    if CLASS_ID < 0:
+        return False
+    else:
+        return tl.load(p_row + CLASS) != CLASS_ID
+
+
+@triton.jit
 def tile_slots(
     tile, p_index, p_order, p_ends, p_tiles, S, E, MODE: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr
 ):
