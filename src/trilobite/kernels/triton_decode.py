@@ -1,11 +1,11 @@
 """Device functions that turn words of the GPU layout into operands (docs/gpu.md), and scales into fp32.
 
-A code leaves a word with a shift, a mask and a magic number: fp16 0x6400 is 1024 and its last bits count ones, so
-0x6400 | q is the number 1024 + q; bf16 0x4300 | q is 128 + q. Two codes at a time, as a word is two halves. The 1024
-(or 128) is not taken off each weight but off the sum over a group, which costs nothing since groups with offsets need
-the sum of the activations anyway:
+A code leaves a word with a shift, a mask and a magic number: with its bits at the top of the mantissa of 1.0 (fp16
+0x3C00, bf16 0x3F80) the number is 1 + q / 2^bits. Two codes at a time, as a word is two halves. The 1 is not taken off
+each weight but off the sum over a group, which costs nothing since groups with offsets need the sum of the activations
+anyway:
 
-    sum_k (s q + o) x  =  s sum_k (q + bias) x  +  (o - bias s) sum_k x
+    sum_k (s q + o) x  =  s unit sum_k (q + bias) / unit x  +  (o - bias s) sum_k x,    bias = unit = 2^bits
 
 The words of a row are laid out so that the tile made here *is* the left operand of `mma.m16n8k16`: between memory and
 the tensor core no value changes its thread.
