@@ -289,3 +289,12 @@ def test_a_layer_is_used_by_several_calls_at_a_time() -> None:
         index = torch.randint(0, 5, (tokens, 2))
         expected = reference.experts(x, index, weights, slab, table, None, None, 64, "silu")
         assert torch.allclose(layer(x, index, weights), expected, atol=1e-5)
+
+
+def test_experts_follow_a_state_dict_that_was_assigned() -> None:
+    first, second = _gpt_oss(seed=0), _gpt_oss(seed=50)
+    x, index, share = torch.randn(3, H), torch.tensor([[0, 1], [1, 0], [0, 0]]), torch.rand(3, 2)
+    before, expected = first(x, index, share), second(x, index, share)
+    assert not torch.equal(before, expected)
+    first.load_state_dict(second.state_dict(), assign=True)
+    assert torch.equal(first(x, index, share), expected)

@@ -541,6 +541,9 @@ def test_reports_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / REPORT).write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         read_report(tmp_path)
+    (tmp_path / REPORT).write_text("[]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        read_report(tmp_path)
 
 
 def test_keep(mixtral: Path, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ class PackedExperts(nn.Module):
         self._bound: ops.Binding[ops.BoundExperts] | None = None
         self.pack: Pack | None = None
         self.double_quant = any("scale" in parts for named in experts.values() for parts in named.values())
+        self.register_load_state_dict_post_hook(_forget_slab)
 
     def shape_of(self, name: str) -> tuple[int, int]:
         """[N, K] of an expert's matrix by its checkpoint name."""
@@ -243,6 +244,12 @@ class PackedExperts(nn.Module):
     def extra_repr(self) -> str:
         """What `print(model)` shows, instead of thousands of children."""
         return f"{self.num_experts} x [{self.intermediate_size}, {self.hidden_size}], {self.activation}"
+
+
+def _forget_slab(module: nn.Module, _: object) -> None:
+    """After `load_state_dict(assign=True)` the children's buffers are not views of the slab any more."""
+    assert isinstance(module, PackedExperts)
+    module.slab = None
 
 
 def _activation(original: nn.Module) -> str:
