@@ -78,7 +78,7 @@ class PackedExperts(nn.Module):
         self._bound: ops.Binding[ops.BoundExperts] | None = None
         self.pack: Pack | None = None
         self.double_quant = any("scale" in parts for named in experts.values() for parts in named.values())
-        self.register_load_state_dict_post_hook(_forget_slab)
+        self.register_load_state_dict_post_hook(_forget_slab)  # type: ignore[no-untyped-call]
 
     def shape_of(self, name: str) -> tuple[int, int]:
         """[N, K] of an expert's matrix by its checkpoint name."""
