@@ -24,7 +24,7 @@ from trilobite.cli import app
 from trilobite.doctor import examine
 from trilobite.errors import DeviceError
 from trilobite.formats.weight import dequantize
-from trilobite.kernels import cpu, ops, triton_bench
+from trilobite.kernels import cpu, ops, triton_bench, triton_search
 from trilobite.kernels.triton_bench import (
     Layer,
     copies,
@@ -34,7 +34,6 @@ from trilobite.kernels.triton_bench import (
     random_layer,
     random_weight,
     routings,
-    tune,
 )
 from trilobite.kernels.triton_launch import recording
 from trilobite.kernels.triton_tuning import CANDIDATES, forcing
@@ -350,15 +349,15 @@ def test_tuning_passes_over_tiles_that_do_not_run(monkeypatch: pytest.MonkeyPatc
             raise triton_bench.TritonError("out of resource: shared memory")
         return 0.5
 
-    monkeypatch.setattr(triton_bench, "seconds", last_only)
-    assert triton_bench._fastest("linear", 8, [[]], None) == (CANDIDATES["small"][-1], 0.5)
+    monkeypatch.setattr(triton_search, "seconds", last_only)
+    assert triton_search._fastest("linear", 8, [[]], None) == (CANDIDATES["small"][-1], 0.5)
 
     def never(calls: object, repeats: int) -> float:
         raise triton_bench.TritonError("PTXAS error")
 
-    monkeypatch.setattr(triton_bench, "seconds", never)
+    monkeypatch.setattr(triton_search, "seconds", never)
     with pytest.raises(DeviceError, match=r"linear: none of \d+ tiles runs"):
-        triton_bench._fastest("linear", 8, [[]], None)
+        triton_search._fastest("linear", 8, [[]], None)
 
 
 def test_the_bf16_layer_is_the_same_layer(gpu_cases: ModuleType) -> None:
@@ -394,7 +393,7 @@ def test_without_a_gpu_the_script_and_tuning_say_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no CUDA device" in done.stderr
     with pytest.raises(DeviceError, match="there is none"):
-        tune(CPU, print)
+        triton_search.tune(CPU, print)
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
