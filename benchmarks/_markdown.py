@@ -21,12 +21,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line(cells) for cells in (header, rule, *rows))
 
 
+def markers(name: str) -> tuple[str, str]:
+    """What a fragment of that name stands between."""
+    return f"<!-- begin {name} -->", f"<!-- end {name} -->"
+
+
 def insert(page: Path, name: str, fragment: str) -> None:
     """Put a fragment between the markers of that name.
 
     Raises SystemExit when the page has no such markers: then nobody would ever see the figures.
     """
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    begin, end = markers(name)
     text = page.read_text(encoding="utf-8")
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)

@@ -24,7 +24,7 @@ from trilobite.cli import app
 from trilobite.doctor import examine
 from trilobite.errors import DeviceError
 from trilobite.formats.weight import dequantize
-from trilobite.kernels import cpu, ops, triton_bench
+from trilobite.kernels import cpu, ops, triton_bench, triton_search
 from trilobite.kernels.triton_bench import (
     Layer,
     copies,
@@ -34,7 +34,6 @@ from trilobite.kernels.triton_bench import (
     random_layer,
     random_weight,
     routings,
-    tune,
 )
 from trilobite.kernels.triton_launch import recording
 from trilobite.kernels.triton_tuning import CANDIDATES, forcing
@@ -63,9 +62,19 @@ TINY_MIXTRAL = MixtralConfig(
 @pytest.fixture
 def gpu_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("gpu")
+    return importlib.import_module("gpu")
+
+
+@pytest.fixture
+def gpu_cases(gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = importlib.import_module("_gpu_cases")
     monkeypatch.setattr(module, "STEPS", 2)
     return module
+
+
+@pytest.fixture
+def gpu_run(gpu_script: ModuleType) -> ModuleType:
+    return importlib.import_module("_gpu_run")
 
 
 @pytest.fixture
@@ -214,7 +223,7 @@ def test_a_decoding_step_compiles_without_graph_breaks(
 
 
 def test_the_compiled_step_stays_within_the_cache(
-    gpu_script: ModuleType, decoding: ModuleType, monkeypatch: pytest.MonkeyPatch
+    gpu_cases: ModuleType, gpu_run: ModuleType, decoding: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -223,15 +232,16 @@ def test_the_compiled_step_stays_within_the_cache(
         return step
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    (case,) = gpu_script.compiled_model(CPU, 1e9, TINY_MIXTRAL)
-    assert case.run(gpu_script.Clock(dry=True))["run as"] == "not measured"
-    found = case.run(gpu_script.Clock())
+    case = gpu_cases.compiled_case(TINY_MIXTRAL, CPU, 1e9)
+    assert case.run(gpu_run.Clock(dry=True))["run as"] == "not measured"
+    found = case.run(gpu_run.Clock())
     assert (found["batch"], found["run as"]) == (1, "torch.compile")
     assert [options["fullgraph"] for options in asked] == [True]
 
 
 def test_parts_run_and_faults_cost_one_case(
     gpu_script: ModuleType,
+    gpu_run: ModuleType,
     fake_cuda: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -243,23 +253,21 @@ def test_parts_run_and_faults_cost_one_case(
     def broken(clock: object) -> None:
         raise triton_bench.TritonError("out of resource: shared memory")
 
-    def parts(device, bandwidth, tokens, config):  # type: ignore[no-untyped-def]
-        return {
-            "experts": lambda: gpu_script.experts(CPU, bandwidth, tokens, (TINY,)),
-            "model": lambda: iter((gpu_script.Case(name="whole model", run=broken),)),
-            "linear": lambda: gpu_script.linear(CPU, bandwidth, tokens, (matrix,)),
-            "lattice": lambda: gpu_script.lattice(CPU, bandwidth, (1,), (TINY,), (matrix,)),
-            "torch-compile": lambda: iter((gpu_script.Case(name="late", run=broken, least=1e6),)),
-        }
-
-    monkeypatch.setattr(gpu_script, "parts_of", parts)
+    late = gpu_run.Case(name="late", run=broken, least=1e6)
+    monkeypatch.setattr(gpu_script, "LAYERS", (TINY,))
+    monkeypatch.setattr(gpu_script, "SHAPES", (matrix,))
+    monkeypatch.setattr(gpu_script, "ATTENTION", matrix)
+    monkeypatch.setitem(
+        gpu_script.PARTS, "model", lambda setup: [gpu_run.Case(name="whole model", run=broken)]
+    )
+    monkeypatch.setitem(gpu_script.PARTS, "torch-compile", lambda setup: [late])
     monkeypatch.setattr(gpu_script, "FEW_TOKENS", (1, 3))
-    monkeypatch.setattr(gpu_script, "seconds", lambda calls: 1e-3)
+    monkeypatch.setattr(gpu_run, "seconds", lambda calls: 1e-3)
     monkeypatch.setattr(gpu_script, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(gpu_script, "matmul_peak", lambda device: 1e12)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", None, raising=False)
     monkeypatch.delattr(torch, "_grouped_mm")
-    page, names = tmp_path / "page.md", list(parts(CPU, 1, (), None))
+    page, names = tmp_path / "page.md", list(gpu_script.PARTS)
     page.write_text("".join(f"<!-- begin gpu-{n} -->\n<!-- end gpu-{n} -->\n" for n in names))
     asked = Namespace(quick=True, only=names, minutes=8, markdown=page)
     (failed,) = gpu_script.measure(asked, CPU)
@@ -269,7 +277,7 @@ def test_parts_run_and_faults_cost_one_case(
     assert len(reports) == len(names)
     last = json.loads(lines[-1])
     assert last == reports[-1]
-    assert [len(last[n]) for n in names] == [2, 0, 2, 2, 0]
+    assert [len(last[n]) for n in names] == [2, 0, 2, 4, 0]
     assert last["left_out"] == ["late"]
     assert last["failed"] == [failed]
     assert (
@@ -299,32 +307,35 @@ def test_the_page_has_a_place_for_every_part(
         assert words in capsys.readouterr().err
 
 
-def test_nothing_begins_when_the_minutes_are_over(gpu_script: ModuleType) -> None:
-    run = gpu_script.Run(0)
-    case = gpu_script.Case(name="a case", run=lambda clock: pytest.fail("it ran"))
+def test_nothing_begins_when_the_minutes_are_over(gpu_run: ModuleType) -> None:
+    run = gpu_run.Run(0)
+    case = gpu_run.Case(name="a case", run=lambda clock: pytest.fail("it ran"))
     assert run.part([case]) == []
     assert run.report()["left_out"] == ["a case"]
 
 
 def test_a_model_that_does_not_fit_is_left_out(
-    gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu_cases: ModuleType,
+    gpu_run: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8e9, 16e9))
-    run = gpu_script.Run(8)
-    cases = gpu_script.whole_model(torch.device("cuda"), 1e12, TINY_MIXTRAL, (1, 16))
+    run = gpu_run.Run(8)
+    cases = gpu_cases.decoding_cases(TINY_MIXTRAL, torch.device("cuda"), 1e12, (1, 16))
     assert run.part(cases) == []
     assert run.report()["left_out"] == ["whole model, batch 1", "whole model, batch 16"]
     assert run.report()["failed"] == []
     assert "32 GB of memory are needed, 8 GB are free" in capsys.readouterr().out
 
 
-def test_a_lost_gpu_ends_the_run(gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_ends_the_run(gpu_run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gpu_script, "release", lost)
-    run = gpu_script.Run(8)
-    cases = [gpu_script.Case(name=name, run=lambda clock: lost()) for name in "ab"]
+    monkeypatch.setattr(gpu_run, "release", lost)
+    run = gpu_run.Run(8)
+    cases = [gpu_run.Case(name=name, run=lambda clock: lost()) for name in "ab"]
     assert run.part(cases) == []
     assert [len(run.failed), run.left_out] == [1, ["b"]]
 
@@ -338,18 +349,18 @@ def test_tuning_passes_over_tiles_that_do_not_run(monkeypatch: pytest.MonkeyPatc
             raise triton_bench.TritonError("out of resource: shared memory")
         return 0.5
 
-    monkeypatch.setattr(triton_bench, "seconds", last_only)
-    assert triton_bench._fastest("linear", 8, [[]], None) == (CANDIDATES["small"][-1], 0.5)
+    monkeypatch.setattr(triton_search, "seconds", last_only)
+    assert triton_search._fastest("linear", 8, [[]], None) == (CANDIDATES["small"][-1], 0.5)
 
     def never(calls: object, repeats: int) -> float:
         raise triton_bench.TritonError("PTXAS error")
 
-    monkeypatch.setattr(triton_bench, "seconds", never)
+    monkeypatch.setattr(triton_search, "seconds", never)
     with pytest.raises(DeviceError, match=r"linear: none of \d+ tiles runs"):
-        triton_bench._fastest("linear", 8, [[]], None)
+        triton_search._fastest("linear", 8, [[]], None)
 
 
-def test_the_bf16_layer_is_the_same_layer(gpu_script: ModuleType) -> None:
+def test_the_bf16_layer_is_the_same_layer(gpu_cases: ModuleType) -> None:
     x = torch.randn(5, 64).bfloat16()
     gate_up, down = torch.randn(4, 64, 64).bfloat16() * 0.1, torch.randn(4, 64, 32).bfloat16() * 0.1
     index, weights = triton_bench.routing(TINY, 5, CPU)
@@ -359,12 +370,14 @@ def test_the_bf16_layer_is_the_same_layer(gpu_script: ModuleType) -> None:
             e = index[t, a]
             gate, up = (gate_up[e].float() @ x[t].float()).chunk(2)
             expected[t] += weights[t, a].float() * (down[e].float() @ (torch.nn.functional.silu(gate) * up))
-    assert relative_error(gpu_script.bf16_experts(x, index, weights, gate_up, down), expected) < 2e-2
+    assert relative_error(gpu_cases.bf16_experts(x, index, weights, gate_up, down), expected) < 2e-2
 
 
-def test_a_small_mixtral_decodes(gpu_script: ModuleType, decoding: ModuleType) -> None:
-    (case,) = gpu_script.whole_model(CPU, 1e9, TINY_MIXTRAL, (2,))
-    found = case.run(gpu_script.Clock())
+def test_a_small_mixtral_decodes(
+    gpu_script: ModuleType, gpu_cases: ModuleType, gpu_run: ModuleType, decoding: ModuleType
+) -> None:
+    (case,) = gpu_cases.decoding_cases(TINY_MIXTRAL, CPU, 1e9, (2,))
+    found = case.run(gpu_run.Clock())
     assert found["run as"] == "eager"
     assert found["tokens/s"] > 0
     assert len(gpu_script.cells(found)) == len(found)
@@ -380,7 +393,7 @@ def test_without_a_gpu_the_script_and_tuning_say_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no CUDA device" in done.stderr
     with pytest.raises(DeviceError, match="there is none"):
-        tune(CPU, print)
+        triton_search.tune(CPU, print)
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")

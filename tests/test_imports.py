@@ -125,7 +125,8 @@ def test_backends_are_imported_by_the_operators_only() -> None:
             allowed = {m for m in backends if m.startswith("trilobite.kernels.cpu_")}
         elif name.startswith("cli/") or name in ("doctor.py", "cli.py"):
             allowed = {
-                f"trilobite.kernels.{m}" for m in ("cpu", "triton_bench", "triton_launch", "triton_tuning")
+                f"trilobite.kernels.{m}"
+                for m in ("cpu", "triton_bench", "triton_launch", "triton_search", "triton_tuning")
             }
         elif name.startswith("kernels/cpu"):
             allowed = {m for m in backends if "cpu" in m}

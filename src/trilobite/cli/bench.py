@@ -60,7 +60,8 @@ def _row(layer: str, seconds: float, nbytes: float, limit: float) -> dict[str, A
 def _on_gpu() -> list[dict[str, Any]]:
     import torch
 
-    triton_bench = _triton_bench()
+    _require_triton()
+    from trilobite.kernels import triton_bench
     from trilobite.recipe import Format
 
     device = torch.device("cuda")
@@ -107,18 +108,18 @@ def _on_cpu() -> list[dict[str, Any]]:
     return [_row("32 experts INT3 g64 (CPU)", statistics.median(times), slab.nbytes * active / count, limit)]
 
 
-def _triton_bench() -> Any:
+def _require_triton() -> None:
     try:
-        from trilobite.kernels import triton_bench
+        import triton  # noqa: F401
     except ImportError as e:
         raise MissingExtraError(
             "the GPU kernels need Triton, which is not installed: pip install 'trilobite[gpu]'"
         ) from e
-    return triton_bench
 
 
 def _tune(device: Any) -> None:
-    from trilobite.kernels import triton_tuning
+    _require_triton()
+    from trilobite.kernels import triton_search, triton_tuning
 
-    gpu, table = _triton_bench().tune(device, note)
+    gpu, table = triton_search.tune(device, note)
     print(f"wrote {triton_tuning.remember(gpu, table)}")
