@@ -1,7 +1,7 @@
 """What the calls of the kernels share: rows and how they meet experts, matrices, splits, and the launch of `product`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from trilobite.formats.weight import LR_GROUP
 from trilobite.kernels.triton_launch import launch, processors, scratch
 from trilobite.kernels.triton_layout import Coding
 from trilobite.kernels.triton_product import product
-from trilobite.kernels.triton_tile import BLOCK_R
+from trilobite.kernels.triton_tile import BLOCK_R, DENSE
 from trilobite.kernels.triton_tuning import Tile, fitted, tile_for
 from trilobite.kernels.triton_words import CHUNK
 
@@ -184,7 +184,10 @@ def low_rank(
     rank = max(c.rank for c in codings)
     if rank == 0:
         return Low()
-    tile = fitted(tile_for("rank", -(-rows.slots // rows.experts), inputs.x), rows.block_m)
+    tile = tile_for("rank", -(-rows.slots // rows.experts), inputs.x)
+    if rows.mode == DENSE.value and rows.block_m > tile.block_m:  # V x need not be cut as W x is
+        rows = replace(rows, block_m=tile.block_m, tiles=-(-rows.slots // tile.block_m))
+    tile = fitted(tile, rows.block_m)
     programs = rows.tiles * -(-rank // tile.block_n) * len(codings)
     splits = split_count(tile, programs, rounds_of(inputs.x.shape[1], tile), inputs.x.device)
     z = scratch((len(codings), splits, rows.slots, rank), torch.float32, inputs.x, inputs.tokens)
