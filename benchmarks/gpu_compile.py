@@ -5,8 +5,8 @@
 The launches are recorded from calls of the operators on meta tensors (so these are the kernels that run, not a list
 that somebody keeps), one call for every tile of the tables, format and type; then Triton compiles each for each
 architecture with the assembler in its own wheel, and the machine code is taken apart. `instr/weight` counts, in the
-loop over K, the instructions that a thread executes for each weight that it decodes. Exit status 1 if anything spills.
-The last line is JSON.
+loop over K, the instructions that a thread executes for each weight that it decodes. Exit status 1 if anything spills,
+or takes more shared memory than consumer GPUs have. The last line is JSON.
 """
 
 import argparse
@@ -58,6 +58,8 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+CONSUMER_SHARED = 99 << 10
+"""Bytes of shared memory that a program may have on sm_86 and sm_89."""
 UNSPECIALIZED = "S"
 """The number of slots: kernels are not compiled anew for its multiples of 16, nor for one."""
 GPT_OSS = Layer(name="gpt-oss-120b", experts=128, active=4, hidden=2880, intermediate=2880)
@@ -124,9 +126,10 @@ def meta_pack(weights: list[PackedWeight], count: int) -> tuple[torch.Tensor, to
     return slab, torch.empty((count, len(weights), len(Place)), dtype=torch.int64, device="meta"), spec
 
 
-def tokens_of(operation: str, arch: str) -> list[int]:
-    """One number of rows for every tile of an operation's table, and a single one: it takes forms of its own."""
-    tiles, _ = triton_tuning.tiles_of(operation, (f"sm_{arch}", "default"))
+def tokens_of(arch: str) -> list[int]:
+    """One number of rows for every combination of tiles that occurs, and a single one: it takes forms of its own."""
+    names = (f"sm_{arch}", "default")
+    tiles = [t for op in triton_tuning.OPERATIONS for t in triton_tuning.tiles_of(op, names)[0]]
     return sorted({1, *(min(t.tokens, 1024) for t in tiles)})
 
 
@@ -171,9 +174,8 @@ def record(
         triton_tuning.pretending((f"sm_{arch}", "default")),
         recording(lambda call: found.setdefault(variant(call))),
     ):
-        for rows in tokens_of("linear", arch):
-            shape.linear(rows)
-        for each in sorted({*tokens_of("gate_up", arch), *tokens_of("down", arch)}):
+        for each in tokens_of(arch):
+            shape.linear(each)
             shape.experts(max(1, each * layer.experts // layer.active) if each > 1 else 1)
         lanes = triton_tuning.CANDIDATES["lanes"] if (str(fmt), rank) == ("int3-g64", 0) else ()
         for tile in lanes:
@@ -363,9 +365,16 @@ def main() -> None:
     if arguments.markdown:
         insert(arguments.markdown, "gpu-compile", text)
     spilling = [(v.kernel, dict(v.constants), arch) for v, arch, r in done if r.spilled]
-    print(json.dumps({"variants": len(done), "spilling": len(spilling)}))
+    large = [
+        (v.kernel, dict(v.constants), a)
+        for v, a, r in done
+        if a.startswith("8") and r.shared > CONSUMER_SHARED
+    ]
+    print(json.dumps({"variants": len(done), "spilling": len(spilling), "too large": len(large)}))
     if spilling:
         sys.exit(f"error: {len(spilling)} of {len(done)} variants spill registers; first: {spilling[0]}")
+    if large:
+        sys.exit(f"error: {len(large)} variants take more than {CONSUMER_SHARED} bytes; first: {large[0]}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Modules and tables around the GPU kernels: repacking on arrival, saving, tuning tables. Interpreted on the CPU."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -121,16 +122,43 @@ def test_the_shipped_tables_are_complete() -> None:
     assert set(tables["default"]) == set(triton_tuning.OPERATIONS)
     for table in tables.values():
         for operation, tiles in table.items():
-            assert [t.tokens for t in tiles] == sorted({t.tokens for t in tiles})
-            assert tiles[-1].tokens > 10**6
-            for t in tiles:
-                assert t.block_n in (16, 32, 64, 128)  # what a compensator's chunk can be cut into
-                assert t.form in triton_tuning.FORMS
-                assert (t.form == "lanes") == (t.block_m < 8)
-                assert t.chunks == 1 or t.form != "scaled"
-                assert (
-                    t.block_n <= 64 or t.form == "scaled" or operation == "lattice"
-                )  # one group of a compensator
+            assert tiles[-1].tokens > 10**6, operation
+
+
+GOOD_TILE = {"tokens": 9, "form": "factored", "block_n": 64, "block_m": 8}
+
+
+@pytest.mark.parametrize(
+    ("operation", "tiles", "rule"),
+    [
+        ("linear", [], "in order of tokens"),
+        ("linear", [GOOD_TILE, GOOD_TILE], "in order of tokens"),
+        ("linear", [GOOD_TILE | {"form": "dot"}], "form one of lanes, factored, scaled"),
+        ("linear", [GOOD_TILE | {"block_m": 4}], "with lanes only"),
+        ("linear", [GOOD_TILE | {"form": "lanes"}], "with lanes only"),
+        ("linear", [GOOD_TILE | {"form": "scaled", "chunks": 2}], "one chunk"),
+        ("linear", [GOOD_TILE | {"block_n": 128}], "at most 64 unless scaled"),
+        ("lattice", [GOOD_TILE | {"form": "scaled"}], "factored for lattice"),
+        ("linear", [GOOD_TILE | {"speed": 1}], "speed"),
+    ],
+)
+def test_tables_that_no_kernel_can_have_are_refused(
+    operation: str, tiles: list[dict[str, object]], rule: str
+) -> None:
+    assert triton_tuning.parse(json.dumps({"GPU": {"linear": [GOOD_TILE]}}), "here")
+    with pytest.raises(CheckpointError, match=f"here: not a tuning table.*{rule}"):
+        triton_tuning.parse(json.dumps({"GPU": {operation: tiles}}), "here")
+
+
+def test_tiles_for_other_numbers_of_slots() -> None:
+    wide = Tile(tokens=9, form="scaled", block_n=128, block_m=64, warps=8)
+    few = triton_tuning.fitted(wide, 2)
+    assert (few.form, few.block_n, few.block_m) == (
+        "lanes",
+        64,
+        2,
+    )  # a compensator's scales change every 64 rows
+    assert triton_tuning.fitted(few, 8).form == "factored"
 
 
 def test_the_most_particular_table_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,4 +157,4 @@ def experts(
         outputs.add(h, down, token, weight)
         if down_bias is not None:
             outputs.add_bias(down_bias[e], token, weight)
-    return outputs.total().to(x.dtype)
+    return outputs.total().to(x.dtype).contiguous()

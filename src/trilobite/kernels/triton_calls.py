@@ -23,7 +23,7 @@ WARPS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Which rows of activations meet which expert: the arguments of `_tile_slots`.
+    """Which rows of activations meet which expert: the arguments of `tile_slots`.
 
     mode: DENSE, SLOTS or SORTED    slots: S    experts: E    tiles: programs along the slots, at most    block_m: slots
     a tile    index [S], order [S], ends [E], tile_ends [E]: as `route` describes them, None where the mode has none
@@ -60,7 +60,7 @@ class Low:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Rows of activations [rows, K] contiguous; slot s reads row s // divisor."""
+    """Rows of activations [rows, K] contiguous; slot s reads row s // divisor. tokens: for messages."""
 
     x: Tensor
     divisor: int
@@ -184,7 +184,8 @@ def low_rank(
     rank = max(c.rank for c in codings)
     if rank == 0:
         return Low()
-    tile = tile_for("rank", -(-rows.slots // rows.experts), inputs.x)
+    each = -(-rows.slots // rows.experts)
+    tile = tile_for("rank", max(rows.block_m, each), inputs.x)  # of the rows that a tile has to hold
     if rows.mode == DENSE.value and rows.block_m > tile.block_m:  # V x need not be cut as W x is
         rows = replace(rows, block_m=tile.block_m, tiles=-(-rows.slots // tile.block_m))
     tile = fitted(tile, rows.block_m)

@@ -1,8 +1,8 @@
 """`experts` in the GPU layout: routing, gate and up with the activation, down, weighted sum; nothing waits for the host.
 
 Launches for one token: gate and up, down, `combine`; with compensators two more. For more tokens `route` comes first.
-Lattice formats take eight: activations into rotated coordinates, product, and back, for gate with up and for down, the
-activation between them, and `combine`.
+Lattice formats take eight where gate and up are coded alike: activations into rotated coordinates, product, and back,
+for gate with up and for down, the activation between them, and `combine`; with compensators five more.
 Experts of different formats form classes, and each class has launches of its own over the same tiles, in which the
 programs of other classes leave at once.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError
-from trilobite.kernels.expert_table import DOWN, GATE, UP
+from trilobite.kernels.expert_table import DOWN, GATE, UP, check_routing
 from trilobite.kernels.reference import gate_fn
 from trilobite.kernels.triton_calls import (
     Inputs,
@@ -30,9 +30,16 @@ from trilobite.kernels.triton_calls import (
     step_of,
 )
 from trilobite.kernels.triton_gate_up import activate, gate_up
-from trilobite.kernels.triton_launch import check_device, check_dtype, check_together, launch, scratch
+from trilobite.kernels.triton_launch import (
+    aligned,
+    check_device,
+    check_dtype,
+    check_together,
+    launch,
+    scratch,
+)
 from trilobite.kernels.triton_layout import Coding, Place, codings_of
-from trilobite.kernels.triton_rotated import LATTICE_SLOTS, run_rotated
+from trilobite.kernels.triton_rotated import run_rotated
 from trilobite.kernels.triton_routing import combine, route
 from trilobite.kernels.triton_tile import SLOTS, SORTED
 from trilobite.kernels.triton_tuning import Tile, fitted, tile_for
@@ -96,20 +103,6 @@ def make_rows(index: Tensor, experts: int, block_m: int) -> Rows:
     )
 
 
-def _check(x: Tensor, index: Tensor, weights: Tensor, table: Tensor) -> None:
-    if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
-        raise ShapeError(
-            f"experts: x is {list(x.shape)}, top_k_index {list(index.shape)}, top_k_weights "
-            f"{list(weights.shape)}; expected [T, H], [T, A], [T, A]"
-        )
-    if index.dtype not in (torch.int64, torch.int32):
-        raise ShapeError(f"experts: top_k_index is {index.dtype}, expected int64 or int32")
-    if table.dim() != 3 or table.shape[1] != 3:
-        raise ShapeError(
-            f"experts: table is {list(table.shape)}, expected [E, 3, {len(Place)}] of the GPU layout"
-        )
-
-
 def experts(
     x: Tensor,
     top_k_index: Tensor,
@@ -130,7 +123,11 @@ def experts(
     check_together("experts", x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias)
     check_device(x.device)
     check_dtype(x, "experts: x")
-    _check(x, top_k_index, top_k_weights, table)
+    check_routing(x, top_k_index, top_k_weights)
+    if table.dim() != 3 or table.shape[1:] != (3, len(Place)):
+        raise ShapeError(
+            f"experts: table is {list(table.shape)}, expected [E, 3, {len(Place)}] of the GPU layout"
+        )
     for name, bias, width in (
         ("gate_up_bias", gate_up_bias, 2 * intermediate),
         ("down_bias", down_bias, x.shape[1]),
@@ -146,9 +143,7 @@ def experts(
     each = max(1, MOST_SLOTS // top_k_index.shape[1])
     for at in range(0, x.shape[0], each):
         part = slice(at, at + each)
-        layer.run(
-            x[part].contiguous(), top_k_index[part].contiguous(), top_k_weights[part].contiguous(), y[part]
-        )
+        layer.run(aligned(x[part]), top_k_index[part].contiguous(), top_k_weights[part].contiguous(), y[part])
     return y
 
 
@@ -180,7 +175,7 @@ class _Layer:
         each = -(-index.numel() // experts)
         tile = tile_for("gate_up", each, x)
         if any(c.e8p for codings in self.classes.values() for c in codings):
-            tile = fitted(tile, max(8, min(LATTICE_SLOTS, tile.block_m)))
+            tile = fitted(tile, max(8, tile_for("lattice", each, x).block_m))
         rows = make_rows(index, experts, tile.block_m)
         h = scratch((rows.slots, self.intermediate), x.dtype, x, tokens)
         inputs = Inputs(x=x, divisor=index.shape[1], tokens=tokens)

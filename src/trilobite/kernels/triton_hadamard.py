@@ -64,8 +64,8 @@ def _position(k):
 def _expert(p_index, slot, E, INDEXED: tl.constexpr):
     """The expert of a slot; E: none."""
     if INDEXED:
-        expert = tl.load(p_index + slot).to(tl.int32)
-        return tl.where((expert >= 0) & (expert < E), expert, E)
+        expert = tl.load(p_index + slot)  # may be 64 bits long
+        return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
     else:
         return slot * 0
 
@@ -74,13 +74,13 @@ def _expert(p_index, slot, E, INDEXED: tl.constexpr):
 def spin(
     p_x, p_slab, p_table, p_core, p_index, p_out,
     S, DIVISOR, E, N, L, WIDTH, SCALE, PROJECTIONS, PROJECTION,
-    CLASS_ID: tl.constexpr, INDEXED: tl.constexpr, TUNED: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    CLASS_ID: tl.constexpr, INDEXED: tl.constexpr, TUNED: tl.constexpr, R: tl.constexpr, PADDED_R: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """out[p, slot] = T_in x[slot // DIVISOR], in the order of the GPU layout, zero from column N on.
+    """out[p, slot] = T_in x[slot // DIVISOR], in the order of the GPU layout; columns from N on are left as they are.
 
     grid: (S, blocks of L, projections). x: [rows, N]    out: [projections, S, WIDTH]    core: H_L [L, L] int8
-    N = L R    SCALE: N ** -0.5    BLOCK_R: R, at least 16
+    N = L R    SCALE: N ** -0.5    PADDED_R: R, at least 16
     """
     slot, local = tl.program_id(0), tl.program_id(2)
     expert = _expert(p_index, slot, E, INDEXED)
@@ -92,15 +92,15 @@ def spin(
     p_signs = p_slab + tl.multiple_of(tl.load(p_row + SIGNS_IN), 32)
     p_x += (slot // DIVISOR).to(tl.int64) * N
     i = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
-    r = tl.arange(0, BLOCK_R)[None, :]
-    acc = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
+    r = tl.arange(0, PADDED_R)[None, :]
+    acc = tl.zeros((BLOCK_L, PADDED_R), tl.float32)
     for j0 in tl.range(0, L, BLOCK_J, num_stages=1):
         j = j0 + tl.arange(0, BLOCK_J)
         k, inside = j[:, None] * R + r, (j < L)[:, None] & (r < R)
         x = tl.load(p_x + k, mask=inside, other=0.0).to(tl.float32) * _factors(p_signs, k, inside, TUNED)
         h = tl.load(p_core + i[:, None] * L + j[None, :], mask=(i < L)[:, None] & (j < L)[None, :], other=0)
         acc = _from_left(h.to(tl.float32), x, acc)
-    y = _from_right(acc, _sylvester(BLOCK_R)) * SCALE
+    y = _from_right(acc, _sylvester(PADDED_R)) * SCALE
     k = i[:, None] * R + r
     p_out += (local * S + slot).to(tl.int64) * WIDTH
     tl.store(p_out + _position(k), y.to(p_out.dtype.element_ty), mask=(i < L)[:, None] & (r < R))
@@ -111,7 +111,7 @@ def spin_back(
     p_parts, p_slab, p_table, p_core, p_index, p_low, p_bias, p_out,
     S, E, N, L, SCALE, PROJECTIONS, PROJECTION,
     CLASS_ID: tl.constexpr, INDEXED: tl.constexpr, TUNED: tl.constexpr, SPLITS: tl.constexpr, LOW: tl.constexpr,
-    BIAS: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_J: tl.constexpr,
+    BIAS: tl.constexpr, R: tl.constexpr, PADDED_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """out[p, slot] = T_out^T (sum over splits of parts[p, split, slot]) + low[p, slot] + bias.
 
@@ -127,18 +127,18 @@ def spin_back(
         return
     p_signs = p_slab + tl.multiple_of(tl.load(p_row + SIGNS_OUT), 32)
     i = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
-    r = tl.arange(0, BLOCK_R)[None, :]
-    acc = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
+    r = tl.arange(0, PADDED_R)[None, :]
+    acc = tl.zeros((BLOCK_L, PADDED_R), tl.float32)
     for j0 in tl.range(0, L, BLOCK_J, num_stages=1):
         j = j0 + tl.arange(0, BLOCK_J)
         k, inside = j[:, None] * R + r, (j < L)[:, None] & (r < R)
-        z = tl.zeros((BLOCK_J, BLOCK_R), tl.float32)
+        z = tl.zeros((BLOCK_J, PADDED_R), tl.float32)
         for split in tl.range(0, SPLITS, num_stages=1):  # not unrolled: registers are scarce here
             at = ((local * SPLITS + split) * S + slot).to(tl.int64) * N
             z += tl.load(p_parts + at + k, mask=inside, other=0.0)
         h = tl.load(p_core + j[None, :] * L + i[:, None], mask=(i < L)[:, None] & (j < L)[None, :], other=0)
         acc = _from_left(h.to(tl.float32), z, acc)
-    y = _from_right(acc, _sylvester(BLOCK_R)) * SCALE
+    y = _from_right(acc, _sylvester(PADDED_R)) * SCALE
     k, inside = i[:, None] * R + r, (i < L)[:, None] & (r < R)
     y *= _factors(p_signs, k, inside, TUNED)
     at = (local * S + slot).to(tl.int64) * N

@@ -113,7 +113,10 @@ def compensate(
     CLASS_ID: tl.constexpr, MODE: tl.constexpr, RANK_BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     EP: tl.constexpr, Z_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """out[slot] = U z of one projection. grid: (tiles, row blocks). z: [Z_SPLITS, S, R_MAX] fp32    out: [S, N] fp32."""
+    """out[slot] = U z of one projection. grid: (tiles, row blocks). z: [Z_SPLITS, S, R_MAX] fp32    out: [S, N] fp32.
+
+    x: only its type is used, in which U and z are multiplied
+    """
     tile = tl.program_id(0)
     expert, slot, mask = tile_slots(tile, p_index, p_order, p_ends, p_tiles, S, E, MODE, BLOCK_M, EP)
     if expert >= E:

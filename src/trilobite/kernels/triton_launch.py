@@ -112,6 +112,12 @@ def check_dtype(x: Tensor, name: str) -> None:
         raise ShapeError(f"{name} is {x.dtype}; the operators take float32, float16 and bfloat16")
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, contiguous and at a multiple of four bytes, as kernels may read two 16-bit values at once."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.itemsize % 4 else x
+
+
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, tokens: int) -> Tensor:
     """Memory for intermediate results of a call on so many tokens.
 

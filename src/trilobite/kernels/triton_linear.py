@@ -16,10 +16,17 @@ from trilobite.kernels.triton_calls import (
     run_product,
     split_count,
 )
-from trilobite.kernels.triton_launch import check_device, check_dtype, check_together, launch, scratch
+from trilobite.kernels.triton_launch import (
+    aligned,
+    check_device,
+    check_dtype,
+    check_together,
+    launch,
+    scratch,
+)
 from trilobite.kernels.triton_layout import codings_of
 from trilobite.kernels.triton_product import reduce
-from trilobite.kernels.triton_rotated import LATTICE_SLOTS, run_rotated
+from trilobite.kernels.triton_rotated import run_rotated
 from trilobite.kernels.triton_tile import DENSE
 from trilobite.kernels.triton_tuning import fitted, tile_for
 
@@ -37,15 +44,16 @@ def linear(
     check_dtype(x, "linear: x")
     if bias is not None and bias.shape != (n,):
         raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{n}]")
+    bias = None if bias is None else bias.contiguous()
     k, coding = x.shape[-1], codings_of(spec, 1)[0][0]
     s = x.numel() // k if k else 0
     y = x.new_empty((*x.shape[:-1], n))
     if s == 0:
         return y
-    tile = tile_for("linear", s, x)
+    tile = tile_for("lattice" if coding.e8p else "linear", s, x)
     if coding.e8p:
-        tile = fitted(tile, max(8, min(LATTICE_SLOTS, tile.block_m)))
-    inputs = Inputs(x=x.reshape(s, k).contiguous(), divisor=1, tokens=s)
+        tile = fitted(tile, max(8, tile.block_m))
+    inputs = Inputs(x=aligned(x.reshape(s, k)), divisor=1, tokens=s)
     rows = Rows(mode=DENSE.value, slots=s, experts=1, tiles=-(-s // tile.block_m), block_m=tile.block_m)
     m = Matrices(slab=slab, table=table, projections=1)
     low = low_rank(rows, m, inputs, [coding], 0, -1)

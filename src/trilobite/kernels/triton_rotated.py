@@ -26,8 +26,6 @@ from trilobite.kernels.triton_words import CHUNK
 
 LARGEST_POWER = 64
 """Largest order R of the power of two in H_L x H_R."""
-LATTICE_SLOTS = 64
-"""Most slots of a tile."""
 COMPENSATE_BLOCK = 64
 FEW_SLOTS = 64
 """Up to so many slots, a transform is cut finely, to fill the GPU."""
@@ -135,7 +133,7 @@ def _transform(rows: Rows, m: Matrices, job: Job, n: int) -> tuple[tuple[int, ..
         "INDEXED": rows.index is not None,
         "TUNED": job.coding.tuned,
         "R": r,
-        "BLOCK_R": max(16, r),
+        "PADDED_R": max(16, r),
         "BLOCK_L": rows_each,
         "BLOCK_J": min(block, 32),
     }

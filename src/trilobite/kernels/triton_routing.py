@@ -10,6 +10,12 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _known(index, E):
+    """Experts as int32, -1 for indices that name none, of 64 bits or less."""
+    return tl.where((index >= 0) & (index < E), index, -1).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["S"])
 def route(
     p_index, p_order, p_ends, p_tiles, S, E, EP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr
@@ -26,7 +32,7 @@ def route(
     before = tl.zeros((EP,), tl.int32)
     for block in range(0, tl.cdiv(S, BLOCK)):
         s = block * BLOCK + tl.arange(0, BLOCK)
-        index = tl.load(p_index + s, mask=s < S, other=-1).to(tl.int32)
+        index = _known(tl.load(p_index + s, mask=s < S, other=-1), E)
         found = tl.sum((index[:, None] == e[None, :]).to(tl.int32), 0)
         count += found
         before += tl.where(block < own, found, 0)
@@ -37,12 +43,11 @@ def route(
         tl.store(p_tiles + e, tl.cumsum(tl.cdiv(count, BLOCK_M), 0), mask=e < E)
     i = tl.arange(0, BLOCK)
     slot = own * BLOCK + i
-    index = tl.load(p_index + slot, mask=slot < S, other=-1).to(tl.int32)
-    real = (index >= 0) & (index < E)
+    index = _known(tl.load(p_index + slot, mask=slot < S, other=-1), E)
+    real = index >= 0
     # The same indices along the other axis: which earlier slots of this block have my expert?
-    other = tl.load(p_index + own * BLOCK + i[None, :], mask=own * BLOCK + i[None, :] < S, other=-1).to(
-        tl.int32
-    )
+    other = tl.load(p_index + own * BLOCK + i[None, :], mask=own * BLOCK + i[None, :] < S, other=-1)
+    other = _known(other, E)
     rank = tl.sum(((other == index[:, None]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
     first = tl.sum(tl.where(index[:, None] == e[None, :], (ends - count + before)[None, :], 0), 1)
     tl.store(p_order + first + rank, slot, mask=real)
@@ -62,8 +67,8 @@ def combine(
     y = tl.zeros((BLOCK,), tl.float32)
     for a in range(0, A):
         slot = t * A + a
-        expert = tl.load(p_index + slot).to(tl.int32)
-        inside = n < tl.where((expert >= 0) & (expert < E), N, 0)
+        expert = _known(tl.load(p_index + slot), E)
+        inside = n < tl.where(expert >= 0, N, 0)
         part = tl.zeros((BLOCK,), tl.float32)
         for split in tl.static_range(SPLITS):
             part += tl.load(p_parts + (split * S + slot) * N + n, mask=inside, other=0.0)

@@ -78,8 +78,8 @@ def tile_slots(
         slot = tile * BLOCK_M + m
         mask = slot < S
     elif MODE == SLOTS:
-        expert = tl.load(p_index + tile).to(tl.int32)
-        expert = tl.where((expert >= 0) & (expert < E), expert, E)
+        expert = tl.load(p_index + tile)  # may be 64 bits long
+        expert = tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
         slot = tile + m * 0
         mask = m < tl.where(expert < E, 1, 0)
     else:

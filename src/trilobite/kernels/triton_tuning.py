@@ -22,7 +22,7 @@ from trilobite.errors import CheckpointError
 
 OPERATIONS = ("linear", "gate_up", "down", "rank", "lattice")
 """linear layers; gate and up projection of experts; their down projection; V x of a compensator; lattice formats of
-any of these, factored always."""
+any of these, factored always. `trilobite bench --tune` finds those of the first three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Tile:
     """How one operation is cut into programs.
 
     tokens: it serves up to so many rows an expert    form: how it multiplies (`triton_tile`): lanes, factored, scaled
-    block_n, block_m: rows of W, at most 64 if factored, and slots
+    block_n, block_m: rows of W, at most 64 unless scaled or for lattice formats, and slots
     chunks: of 128 columns that a step of the loop takes at once, 1 if scaled
     splits: ranges of K that are summed apart, 0 = as many as fill the GPU    warps, stages: of Triton
     registers: a thread may use so many, 0 = as the assembler likes; it likes 128, and at times spills to keep to that
@@ -98,6 +98,26 @@ def user_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trilobite" / "tuning.json"
 
 
+def _check(operation: str, tiles: tuple[Tile, ...]) -> None:
+    """Raise ValueError for tiles that the kernels cannot have."""
+    rules = {
+        "tiles in order of tokens": bool(tiles)
+        and [t.tokens for t in tiles] == sorted({t.tokens for t in tiles}),
+        f"form one of {', '.join(FORMS)}": all(t.form in FORMS for t in tiles),
+        "block_m below 8 with lanes only": all((t.form == "lanes") == (t.block_m < 8) for t in tiles),
+        "factored for lattice formats": operation != "lattice" or all(t.form == "factored" for t in tiles),
+        "one chunk at a time if scaled": all(t.chunks == 1 or t.form != "scaled" for t in tiles),
+        "block_n of 16, 32, 64 or 128": all(t.block_n in (16, 32, 64, 128) for t in tiles),
+        # A compensator's scales change every 64 rows.
+        "block_n at most 64 unless scaled": all(
+            t.block_n <= 64 or t.form == "scaled" or operation == "lattice" for t in tiles
+        ),
+    }
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        raise ValueError(f"{operation}: expected {broken[0]}")
+
+
 def parse(text: str, where: str) -> dict[str, Table]:
     """Tables by GPU from JSON. Raises CheckpointError when it is not one of ours."""
     try:
@@ -106,9 +126,9 @@ def parse(text: str, where: str) -> dict[str, Table]:
             gpu: {op: tuple(Tile(**tile) for tile in tiles) for op, tiles in table.items()}
             for gpu, table in data.items()
         }
-        forms = {t.form for table in tables.values() for tiles in table.values() for t in tiles}
-        if not forms <= set(FORMS):
-            raise ValueError(f"unknown form {min(forms - set(FORMS))!r}")
+        for table in tables.values():
+            for operation, tiles in table.items():
+                _check(operation, tiles)
         return tables
     except (ValueError, TypeError, AttributeError) as e:
         raise CheckpointError(
@@ -191,7 +211,7 @@ def tile_for(operation: str, tokens: int, x: Tensor) -> Tile:
 def fitted(tile: Tile, block_m: int) -> Tile:
     """The tile for another number of slots, in a form that may have it: 8 slots fill a tensor core's side."""
     if block_m < 8:
-        return replace(tile, form="lanes", block_m=block_m, chunks=1)
+        return replace(tile, form="lanes", block_m=block_m, block_n=min(tile.block_n, 64), chunks=1)
     return replace(tile, form="factored" if tile.form == "lanes" else tile.form, block_m=block_m)
 
 

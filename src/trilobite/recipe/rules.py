@@ -33,7 +33,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the user asks for. See the module docstring for the YAML form.
+    """What the user asks for. The docstring of `trilobite.recipe` has the YAML form.
 
     rank: sum of policies `uniform-r`, `dense-r`, `sparse-r`, `kurtosis-r`, `frequency-r`; "" = no compensators
     iterations: cap of MiLo's alternation (paper: 20; 1 = quantize, then compensate once)
@@ -90,7 +90,7 @@ class Recipe:
         return replace(self, rules=tuple(rules))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: what YAML and JSON store. `from_dict` reads it back to an equal recipe."""
+        """Plain data: what YAML and JSON store. `recipe_from_dict` reads it back to an equal recipe."""
         rules = []
         for r in self.rules:
             rule: dict[str, Any] = {"format": str(r.format) if r.format else "keep", "method": r.method}

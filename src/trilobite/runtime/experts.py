@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.errors import ArchitectureError, CheckpointError, ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
@@ -190,6 +190,10 @@ class PackedExperts(nn.Module):
         if self.pack is None and (self.slab is None or self.slab.device != hidden_states.device):
             self.gather()
         if self.pack is not None:
+            if hidden_states.shape[-1] != self.hidden_size:
+                raise ShapeError(
+                    f"experts: x has K={hidden_states.shape[-1]}, the experts have K={self.hidden_size}"
+                )
             return ops.experts_gpu(
                 hidden_states,
                 top_k_index,

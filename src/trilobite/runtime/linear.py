@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trilobite.errors import CheckpointError
+from trilobite.errors import CheckpointError, ShapeError
 from trilobite.formats.weight import SUFFIXES, PackedWeight, check
 from trilobite.kernels import ops
 
@@ -19,7 +19,7 @@ _parts = itemgetter(*(f"weight_{s}" for s in SUFFIXES))
 
 
 class PackedMatrix(nn.Module):
-    """One packed weight [N, K]: buffers `weight_packed`, `weight_scale`, `weight_lra`, `weight_lrb` as stored.
+    """One packed weight [N, K]: buffers `weight_packed`, `weight_scale`, … (formats.weight.SUFFIXES) as stored.
 
     Buffers, not parameters: transformers takes a model's dtype from its first parameter, and ours are bytes.
     """
@@ -45,6 +45,16 @@ class PackedMatrix(nn.Module):
         """Let the buffers go: the weight lives elsewhere."""
         for suffix in SUFFIXES:
             setattr(self, f"weight_{suffix}", None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedMatrix":
+        """Buffers move and keep their types: `model.to(bfloat16)` does not change how a compensator is stored."""
+        before = {n: b for n, b in self._buffers.items() if b is not None and b.is_floating_point()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
 
 
 def moved(pack: "Pack", fn: Callable[[Tensor], Tensor]) -> "Pack":
@@ -74,6 +84,8 @@ class PackedLinear(PackedMatrix):
     def forward(self, x: Tensor) -> Tensor:
         """y = x W^T + bias."""
         if self.pack is not None:
+            if x.shape[-1] != self.in_features:
+                raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={self.in_features}")
             return ops.linear_gpu(x, self.pack, self.bias, self.out_features)
         if type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling():
             call = self._call()
@@ -108,7 +120,7 @@ class PackedLinear(PackedMatrix):
         if self.pack is not None and leaves_gpu(fn, self.pack.table):
             self.replace(self.stored())
             self.pack = None
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._bound = None
         if self.pack is not None:
             self.pack = moved(self.pack, fn)
