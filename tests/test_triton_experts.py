@@ -148,7 +148,7 @@ def test_experts_that_differ_in_format_and_rank() -> None:
     assert compare(weights, index, DOT, activation="leaky_relu") < 4 * TOLERANCE[torch.float32]
 
 
-def test_split_down_projection_is_deterministic() -> None:
+def test_a_split_down_projection() -> None:
     weights = make(3)
     index = torch.tensor([[0, 1], [1, 2], [1, 0]])
     assert compare(weights, index, replace(DOT, splits=2)) < TOLERANCE[torch.float32]
