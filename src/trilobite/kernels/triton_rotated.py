@@ -56,26 +56,44 @@ def run_rotated(
 
     out: [job.count, S, N], fp32 or the result's type; slots of other classes are left as they are
     """
-    k, device = inputs.x.shape[1], inputs.x.device
+    parts = _products(rows, m, _rotated(rows, m, inputs, job), inputs.tokens, job)
+    share = _compensators(rows, m, inputs, job, low)
+    grid, arguments, constants = _transform(rows, m, job, job.n)
+    arguments |= {"p_parts": parts, "p_out": out}
+    arguments |= {"p_low": m.table if share is None else share, "p_bias": m.table if bias is None else bias}
+    constants |= {"SPLITS": parts.shape[1], "LOW": share is not None, "BIAS": bias is not None}
+    launch(spin_back, grid, arguments, constants, warps=_warps(constants))
+
+
+def _rotated(rows: Rows, m: Matrices, inputs: Inputs, job: Job) -> Tensor:
+    """The activations of every slot in the coordinates of every projection: [job.count, S, K padded to chunks]."""
+    k = inputs.x.shape[1]
     width = -(-k // CHUNK) * CHUNK
     x = scratch((job.count, rows.slots, width), inputs.x.dtype, inputs.x, inputs.tokens)
     if width > k:
         x.zero_()
-    m_arguments: Arguments = {
+    grid, arguments, constants = _transform(rows, m, job, k)
+    arguments |= {"p_x": inputs.x, "p_out": x, "DIVISOR": inputs.divisor, "WIDTH": width}
+    launch(spin, grid, arguments, constants, warps=_warps(constants))
+    return x
+
+
+def _products(rows: Rows, m: Matrices, x: Tensor, tokens: int, job: Job) -> Tensor:
+    """C x in rotated coordinates, in sums over ranges of columns: [job.count, splits, S, N] fp32."""
+    tile = fitted(tile_for("lattice", -(-rows.slots // rows.experts), x), rows.block_m)
+    width, blocks = x.shape[2], -(-job.n // tile.block_n)
+    splits = split_count(tile, rows.tiles * blocks * job.count, rounds_of(width, tile), x.device)
+    parts = scratch((job.count, splits, rows.slots, job.n), torch.float32, x, tokens)
+    arguments, constants = slot_arguments(rows, m)
+    arguments |= {
+        "p_x": x,
+        "p_codes": triton_codewords.tables(x.device),
+        "p_out": parts,
+        "N": job.n,
+        "K": width,
         "PROJECTIONS": m.projections,
         "PROJECTION": job.projection,
     }
-    grid, arguments, constants = _transform(rows, m, job, k)
-    arguments |= m_arguments | {"p_x": inputs.x, "p_out": x, "DIVISOR": inputs.divisor, "WIDTH": width}
-    launch(spin, grid, arguments, constants, warps=_warps(constants))
-
-    tile = fitted(tile_for("lattice", -(-rows.slots // rows.experts), inputs.x), rows.block_m)
-    blocks = -(-job.n // tile.block_n)
-    splits = split_count(tile, rows.tiles * blocks * job.count, rounds_of(width, tile), device)
-    parts = scratch((job.count, splits, rows.slots, job.n), torch.float32, inputs.x, inputs.tokens)
-    arguments, constants = slot_arguments(rows, m)
-    arguments |= m_arguments | {"p_x": x, "p_codes": triton_codewords.tables(device), "p_out": parts}
-    arguments |= {"N": job.n, "K": width}
     constants |= {
         "CLASS_ID": job.class_id,
         "BITS": job.coding.bits,
@@ -87,13 +105,7 @@ def run_rotated(
     }
     grid = (rows.tiles, blocks, splits * job.count)
     launch(lattice_product, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
-
-    share = _compensators(rows, m, inputs, job, low)
-    grid, arguments, constants = _transform(rows, m, job, job.n)
-    arguments |= m_arguments | {"p_parts": parts, "p_out": out}
-    arguments |= {"p_low": m.table if share is None else share, "p_bias": m.table if bias is None else bias}
-    constants |= {"SPLITS": splits, "LOW": share is not None, "BIAS": bias is not None}
-    launch(spin_back, grid, arguments, constants, warps=_warps(constants))
+    return parts
 
 
 def _compensators(rows: Rows, m: Matrices, inputs: Inputs, job: Job, low: Low) -> Tensor | None:
@@ -147,6 +159,8 @@ def _transform(rows: Rows, m: Matrices, job: Job, n: int) -> tuple[tuple[int, ..
         "N": n,
         "L": length,
         "SCALE": n**-0.5,
+        "PROJECTIONS": m.projections,
+        "PROJECTION": job.projection,
     }
     return (rows.slots, -(-length // rows_each), job.count), arguments, constants
 
