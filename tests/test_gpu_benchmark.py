@@ -505,4 +505,4 @@ def test_compilations_cover_the_forms_that_layers_take(monkeypatch: pytest.Monke
     for mode in (slots, sorted_):
         for shape in ((8, True), (64, True), (128, False)):
             assert (mode, *shape) in found  # on tensor cores
-    assert 1 in script.tokens_of("linear", "90")
+    assert 1 in script.tokens_of("90")
