@@ -17,9 +17,9 @@ from _gpu_rows import Row, kernel_row
 from _gpu_run import Calls, Case, Clock, LeftOutError
 from torch import Tensor, nn
 
+from trilobite.kernels.layer_shapes import Layer
 from trilobite.kernels.triton_bench import (
     ROUTINGS,
-    Layer,
     copies,
     expert_calls,
     hit_bytes,

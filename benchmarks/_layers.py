@@ -1,6 +1,6 @@
 """Layers of random packed experts in the shapes of real models, as the CPU engine takes them."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,23 +10,13 @@ from trilobite.formats.incoherence import draw_signs
 from trilobite.formats.lattice import DIM, Record
 from trilobite.formats.weight import factor_shape, stored_shapes
 from trilobite.kernels.expert_table import Column
+from trilobite.kernels.layer_shapes import DEEPSEEK as ROUTED
+from trilobite.kernels.layer_shapes import MIXTRAL as MIXTRAL
+from trilobite.kernels.layer_shapes import Layer
 from trilobite.recipe import COMPENSATORS, Format, LatticeFormat
 
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """The routed experts of a model: E experts, A of them active, hidden size H, intermediate size I."""
-
-    name: str
-    experts: int
-    active: int
-    hidden: int
-    intermediate: int
-
-
-MIXTRAL = Layer(name="Mixtral-8x7B", experts=8, active=2, hidden=4096, intermediate=14336)
 # Its two shared experts work on every token; as routed ones they cost the same bytes.
-DEEPSEEK = Layer(name="DeepSeek-MoE-16B", experts=64, active=8, hidden=2048, intermediate=1408)
+DEEPSEEK = replace(ROUTED, active=8)
 
 
 def _fill(part: Tensor, fmt: Format) -> None:

@@ -37,7 +37,7 @@ from trilobite.kernels import (
     triton_routing,
     triton_tuning,
 )
-from trilobite.kernels.triton_bench import DEEPSEEK, MIXTRAL, Layer
+from trilobite.kernels.layer_shapes import DEEPSEEK, MIXTRAL, Layer
 from trilobite.kernels.triton_experts import experts
 from trilobite.kernels.triton_launch import Launch, recording
 from trilobite.kernels.triton_layout import Place, coding

@@ -25,8 +25,8 @@ from trilobite.doctor import examine
 from trilobite.errors import DeviceError
 from trilobite.formats.weight import dequantize
 from trilobite.kernels import cpu, ops, triton_bench, triton_search
+from trilobite.kernels.layer_shapes import Layer
 from trilobite.kernels.triton_bench import (
-    Layer,
     copies,
     expert_calls,
     hit_bytes,

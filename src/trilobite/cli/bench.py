@@ -62,11 +62,12 @@ def _on_gpu() -> list[dict[str, Any]]:
 
     _require_triton()
     from trilobite.kernels import triton_bench
+    from trilobite.kernels.layer_shapes import DEEPSEEK, MIXTRAL
     from trilobite.recipe import Format
 
     device = torch.device("cuda")
     limit, rows = triton_bench.copy_bandwidth(device), []
-    for layer in (triton_bench.MIXTRAL, triton_bench.DEEPSEEK):
+    for layer in (MIXTRAL, DEEPSEEK):
         pack = triton_bench.random_layer(layer, Format(bits=3, group=64), device)
         took = triton_bench.seconds(triton_bench.expert_calls(layer, pack, 1))
         rows.append(_row(f"{layer.name} INT3 g64", took, triton_bench.hit_bytes(layer, pack, 1), limit))

@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,25 +15,12 @@ from trilobite.formats.affine import packed_shape
 from trilobite.formats.incoherence import draw_signs
 from trilobite.formats.lattice import Record
 from trilobite.formats.weight import PackedWeight, encode_factor, stored_shapes
+from trilobite.kernels.layer_shapes import Layer
 from trilobite.kernels.triton_experts import experts as run_experts
 from trilobite.kernels.triton_layout import Pack, Place, repack
 from trilobite.kernels.triton_linear import linear as run_linear
 from trilobite.recipe import AnyFormat, Format, LatticeFormat
 
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """The routed experts of a model: E experts, A of them active, hidden size H, intermediate size I."""
-
-    name: str
-    experts: int
-    active: int
-    hidden: int
-    intermediate: int
-
-
-MIXTRAL = Layer(name="Mixtral-8x7B", experts=8, active=2, hidden=4096, intermediate=14336)
-DEEPSEEK = Layer(name="DeepSeek-MoE-16B", experts=64, active=6, hidden=2048, intermediate=1408)
 ROUTINGS = 8
 """Weights, or random routings, that one measurement goes through at least."""
 INTERVAL = 8

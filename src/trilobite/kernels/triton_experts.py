@@ -8,7 +8,7 @@ programs of other classes leave at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -147,6 +147,22 @@ def experts(
     return y
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """The slots of one class of experts: their activations, codings (gate, up, down), and V x of gate and up."""
+
+    rows: Rows
+    inputs: Inputs
+    codings: tuple[Coding, ...]
+    class_id: int
+    low: Low
+
+    @property
+    def gated(self) -> bool:
+        """Whether these experts have a gate."""
+        return self.codings[GATE].bits > 0
+
+
 class _Layer:
     """The experts of one layer, ready to run on some tokens."""
 
@@ -181,11 +197,12 @@ class _Layer:
         inputs = Inputs(x=x, divisor=index.shape[1], tokens=tokens)
         for class_id, codings in self.classes.items():
             low = low_rank(rows, self.matrices, inputs, codings[GATE : UP + 1], GATE, class_id)
+            group = _Group(rows=rows, inputs=inputs, codings=codings, class_id=class_id, low=low)
             lattice = codings[GATE].e8p or codings[UP].e8p
             if self.activation in ACTIVATIONS and not lattice:
-                self._gate_up(rows, inputs, codings, class_id, tile, low, h)
+                self._gate_up(group, tile, h)
             else:
-                self._gate_up_in_steps(rows, inputs, codings, class_id, tile, low, h)
+                self._gate_up_in_steps(group, tile, h)
         parts = self._down(rows, Inputs(x=h, divisor=1, tokens=tokens), x.shape[1])
         arguments = {
             "p_parts": parts,
@@ -205,32 +222,23 @@ class _Layer:
         }
         launch(combine, (tokens, -(-x.shape[1] // COMBINE_BLOCK)), arguments, constants)
 
-    def _gate_up(
-        self,
-        rows: Rows,
-        inputs: Inputs,
-        codings: tuple[Coding, ...],
-        class_id: int,
-        tile: Tile,
-        low: Low,
-        h: Tensor,
-    ) -> None:
-        gate, up, _ = codings
+    def _gate_up(self, g: _Group, tile: Tile, h: Tensor) -> None:
+        gate, up, _ = g.codings
         step = step_of(gate, up)
-        arguments, constants = row_arguments(rows, self.matrices, inputs, tile, max(gate.bits, up.bits))
+        arguments, constants = row_arguments(g.rows, self.matrices, g.inputs, tile, max(gate.bits, up.bits))
         bias = self.gate_up_bias
         arguments |= {
             "p_bias": self.matrices.table if bias is None else bias,
-            "p_z": self.matrices.table if low.z is None else low.z,
+            "p_z": self.matrices.table if g.low.z is None else g.low.z,
             "p_h": h,
             "N": self.intermediate,
-            "R_MAX": low.rank,
+            "R_MAX": g.low.rank,
         }
         constants |= {
-            "CLASS_ID": class_id,
-            "GATED": gate.bits > 0,
+            "CLASS_ID": g.class_id,
+            "GATED": g.gated,
             "ACTIVATION": self.activation,
-            "BIAS": bias is not None and gate.bits > 0,
+            "BIAS": bias is not None and g.gated,
             "GATE_BITS": gate.bits,
             "GATE_GROUP": gate.group,
             "GATE_SYMMETRIC": gate.symmetric,
@@ -240,70 +248,65 @@ class _Layer:
             "SYMMETRIC": up.symmetric,
             "RANK_BITS": up.rank_bits,
             "STEP": step,
-            "Z_SPLITS": low.splits,
+            "Z_SPLITS": g.low.splits,
         }
-        grid = (rows.tiles, -(-self.intermediate // tile.block_n))
+        grid = (g.rows.tiles, -(-self.intermediate // tile.block_n))
         launch(gate_up, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
 
-    def _gate_up_in_steps(
-        self,
-        rows: Rows,
-        inputs: Inputs,
-        codings: tuple[Coding, ...],
-        class_id: int,
-        tile: Tile,
-        low: Low,
-        h: Tensor,
-    ) -> None:
+    def _gate_up_in_steps(self, g: _Group, tile: Tile, h: Tensor) -> None:
         """Both products to memory, then the activation: for lattice formats, and for activations that no kernel has."""
-        size = (2, rows.slots, self.intermediate)
-        both = scratch(size, torch.float32, inputs.x, inputs.tokens)
+        size = (2, g.rows.slots, self.intermediate)
+        both = scratch(size, torch.float32, g.inputs.x, g.inputs.tokens)
         if self.activation not in ACTIVATIONS:
             both.zero_()  # slots of other classes are computed too, and thrown away
-        for first, count in _together(codings[: UP + 1]):
+        for first, count in _together(g.codings[: UP + 1]):
             part = slice(first, first + count)
-            mine = low if low.z is None else replace(low, z=low.z[part])
+            low = g.low if g.low.z is None else replace(g.low, z=g.low.z[part])
             job = Job(
-                coding=codings[first], n=self.intermediate, projection=first, count=count, class_id=class_id
+                coding=g.codings[first],
+                n=self.intermediate,
+                projection=first,
+                count=count,
+                class_id=g.class_id,
             )
-            multiply(rows, self.matrices, inputs, job, tile, mine, both[part])
+            multiply(g.rows, self.matrices, g.inputs, job, tile, low, both[part])
         if self.activation in ACTIVATIONS:
-            self._activate(rows, both, codings[GATE].bits > 0, class_id, h)
+            self._activate(g, both, h)
         else:
-            self._activate_by_torch(rows, both, codings[GATE].bits > 0, class_id, h)
+            self._activate_by_torch(g, both, h)
 
-    def _activate(self, rows: Rows, both: Tensor, gated: bool, class_id: int, h: Tensor) -> None:
+    def _activate(self, g: _Group, both: Tensor, h: Tensor) -> None:
         bias = self.gate_up_bias
         arguments = {
             "p_both": both,
             "p_table": self.matrices.table,
             "p_bias": both if bias is None else bias,
-            "p_index": rows.index,
+            "p_index": g.rows.index,
             "p_h": h,
-            "S": rows.slots,
-            "E": rows.experts,
+            "S": g.rows.slots,
+            "E": g.rows.experts,
             "N": self.intermediate,
         }
         constants = {
-            "CLASS_ID": class_id,
-            "GATED": gated,
+            "CLASS_ID": g.class_id,
+            "GATED": g.gated,
             "ACTIVATION": self.activation,
-            "BIAS": bias is not None and gated,
+            "BIAS": bias is not None and g.gated,
             "BLOCK": COMBINE_BLOCK,
         }
-        launch(activate, (rows.slots, -(-self.intermediate // COMBINE_BLOCK)), arguments, constants)
+        launch(activate, (g.rows.slots, -(-self.intermediate // COMBINE_BLOCK)), arguments, constants)
 
-    def _activate_by_torch(self, rows: Rows, both: Tensor, gated: bool, class_id: int, h: Tensor) -> None:
+    def _activate_by_torch(self, g: _Group, both: Tensor, h: Tensor) -> None:
         gate, up = both
-        assert rows.index is not None
-        known = rows.index.flatten().clamp(0, rows.experts - 1)
-        if self.gate_up_bias is not None and gated:
+        assert g.rows.index is not None
+        known = g.rows.index.flatten().clamp(0, g.rows.experts - 1)
+        if self.gate_up_bias is not None and g.gated:
             gate_bias, up_bias = self.gate_up_bias[known].float().chunk(2, -1)
             gate, up = gate + gate_bias, up + up_bias
         act = gate_fn(self.activation)
-        made = act(gate, up) if gated else act(up, torch.ones_like(up))
-        if class_id >= 0:
-            made = torch.where((self.matrices.table[known, UP, Place.CLASS] == class_id)[:, None], made, h)
+        made = act(gate, up) if g.gated else act(up, torch.ones_like(up))
+        if g.class_id >= 0:
+            made = torch.where((self.matrices.table[known, UP, Place.CLASS] == g.class_id)[:, None], made, h)
         h.copy_(made)
 
     def _down(self, rows: Rows, inputs: Inputs, n: int) -> Tensor:

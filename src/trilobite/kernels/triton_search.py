@@ -8,10 +8,9 @@ import torch
 
 from trilobite.errors import DeviceError
 from trilobite.kernels import triton_tuning
+from trilobite.kernels.layer_shapes import DEEPSEEK, MIXTRAL
 from trilobite.kernels.triton_bench import (
-    DEEPSEEK,
     FAILURES,
-    MIXTRAL,
     ROUTINGS,
     copies,
     expert_calls,
