@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import trilobite
 from trilobite import cli
 from trilobite.cli import console
+from trilobite.cli import run as cli_run
 from trilobite.errors import EvaluationError
 from trilobite.kernels import cpu
 from trilobite.quantize import line as line_module
@@ -274,6 +275,20 @@ def test_generate_with_a_seed(run: Run, packed: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_compiled_step_is_for_gpus(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("generate", packed, "the sea", "-n", 8)
+    refused = run(*command, "--compile")
+    assert refused.status == 2
+    assert "--device cuda" in refused.err
+    plain = run(*command).out
+    monkeypatch.setattr(cli_run, "_place", lambda device, compiled: "cpu")
+    fixed = run(*command, "--compile")
+    assert fixed.out == plain
+    assert "waits for the compiler" in fixed.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea\nthe sea\n"))
+    assert run("chat", packed, "-n", 8, "--compile").err.count("tokens/s") == 2
+
+
 def test_generate_stops_where_the_context_ends(run: Run, original: Path) -> None:
     made = run("generate", original, "x" * 250, "-n", 64, "--temperature", 5, "--seed", 1, "--json").json
     assert made["stop"] in ("context", "end")
@@ -321,6 +336,20 @@ def test_eval_with_reference(run: Run, original: Path, packed: Path, text: Path)
     assert "KL divergence" in run(*command).out
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--reference", "x", "--tasks", "piqa"), "--reference goes with --text"),
+        (("--text", "x", "--data", "x"), "--data goes with --tasks"),
+        (("--text", "x", "--limit", 2), "--limit goes with --tasks"),
+    ],
+)
+def test_eval_ignores_no_option(run: Run, packed: Path, options: tuple[object, ...], message: str) -> None:
+    refused = run("eval", packed, *options)
+    assert refused.status == 2
+    assert message in refused.err
+
+
 def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp_path: Path) -> None:
     file = tmp_path / "stats.json"
     shown = run("stats", original, "--text", text, "-o", file, "--context", 64, "--samples", 3)
@@ -340,6 +369,7 @@ def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp
     [
         ("plan {tmp}/none -r rtn3", "no such folder"),
         ("generate {tmp}/none hello", "no such folder"),
+        ("plan {original} -r rtn3 --revision main", "--revision goes with a hub id"),
         ("plan {original} -r rtn4", "presets are rtn3, hqq3"),
         ("plan {original} -r {tmp}/bad.yaml", "not valid YAML"),
         ("plan {original} -r {tmp}/typo.yaml", "unknown key 'fromat'"),

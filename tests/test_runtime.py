@@ -13,7 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GptOssConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    CompileConfig,
+    GptOssConfig,
+    PreTrainedModel,
+)
 from transformers.activations import ACT2FN
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -29,7 +35,9 @@ from trilobite.quantize.matrix import quantize
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.options import Options
 from trilobite.recipe import Format, Recipe, Role, load_recipe
+from trilobite.runtime import fixed_cache
 from trilobite.runtime.experts import PackedExperts
+from trilobite.runtime.fixed_cache import FixedCache
 from trilobite.runtime.linear import PackedLinear
 from trilobite.runtime.load import load
 
@@ -140,6 +148,59 @@ def test_faults_in_experts_are_far_off(models: Callable[[str], Model], model_typ
     errors = token_errors(model.logits(broken), expected)
     # One expert of four, two of which are active, or a third of its input: many tokens, not all.
     assert float(errors.quantile(0.75)) > (0.05 if fault == "zero a tile" else 0.12)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(TINY_CONFIGS) - set(SEQ2SEQ)))
+def test_the_decoding_step_compiles(
+    models: Callable[[str], Model], model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `generate` of transformers does it on a GPU: in whole graphs, none of them made for later texts."""
+    model = models(model_type)
+    loaded = load(str(model.packed(load_recipe("int8"))), dtype=torch.float32)
+    prompts = [torch.arange(5, 25)[None], torch.arange(40, 70)[None]]
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = [loaded.generate(ids, **settings) for ids in prompts]
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    how = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    how._compile_all_devices = True
+    loaded.generation_config.compile_config = how
+    cache = FixedCache(loaded)
+    past = cache.emptied(36, 256)
+    assert cache.length == 256
+    assert graphs
+    made = len(graphs)
+    for ids, text in zip(prompts, expected, strict=True):
+        assert cache.emptied(36, 256) is past
+        assert torch.equal(loaded.generate(ids, past_key_values=past, **settings), text)
+    # gpt-oss counts the tokens of its sliding windows as Python numbers: once more, for any number.
+    assert len(graphs) <= made + (model_type == "gpt_oss")
+    torch.compiler.reset()
+
+
+def test_a_fixed_cache_grows_by_powers_of_two(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(str(models("mixtral").packed(load_recipe("int8"))))
+    monkeypatch.setattr(fixed_cache, "SHORTEST", 16)
+    cache = FixedCache(loaded)
+    lengths = []
+    for length in (5, 16, 17, 9, 60, 200):
+        past = cache.emptied(length, 200)
+        assert past.get_max_length() == cache.length
+        assert int(past.get_seq_length()) == 0
+        lengths.append(cache.length)
+    assert lengths == [16, 16, 32, 32, 64, 200]
+
+
+def test_encoder_decoders_are_not_compiled(models: Callable[[str], Model]) -> None:
+    loaded = load(str(models("switch_transformers").packed(load_recipe("int8"))))
+    with pytest.raises(ArchitectureError, match="without --compile"):
+        FixedCache(loaded)
 
 
 @pytest.mark.parametrize("model_type", TINY_CONFIGS)

@@ -181,6 +181,8 @@ def open_source(path_or_id: str, *, revision: str | None = None) -> Source:
         raise CheckpointError(f"{path}: a file; expected the folder of a checkpoint: pass {path.parent}")
     if not path.is_dir():
         path = _download(path_or_id, revision)
+    elif revision is not None:
+        raise CheckpointError(f"{path}: a folder; --revision goes with a hub id: leave it out")
     config = _read_json(path / "config.json")
     tensors: dict[str, TensorInfo] = {}
     files: dict[Path, _File] = {}

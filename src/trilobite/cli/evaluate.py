@@ -58,6 +58,10 @@ def evaluate(
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if text is None and not names:
         raise typer.BadParameter("give --text FILE, --tasks A,B, or both")
+    if reference and text is None:
+        raise typer.BadParameter("--reference goes with --text")
+    if not names and (data or limit):
+        raise typer.BadParameter(f"--{'data' if data else 'limit'} goes with --tasks")
     from trilobite import load
     from trilobite.evaluate.measure import fitting_batch, score_file
     from trilobite.evaluate.tasks import run_tasks

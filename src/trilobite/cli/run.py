@@ -9,6 +9,9 @@ from trilobite.cli.console import note, print_json, quiet
 from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trilobite.runtime.fixed_cache import FixedCache
     from trilobite.runtime.generate import Chat, Generated
 
 ModelArgument = Annotated[
@@ -34,6 +37,32 @@ TopPOption = Annotated[
         help="Sample among the likeliest tokens of this total probability.", min=0.0, max=1.0, metavar="P"
     ),
 ]
+CompileOption = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="On a GPU: compile the decoding step to a CUDA graph; the first token waits for the compiler.",
+    ),
+]
+
+
+def _place(device: str, compiled: bool) -> str:
+    """Where a model runs. Raises typer.BadParameter for a step compiled on a CPU, where that does not pay."""
+    place = usable_device(device)
+    if compiled and place == "cpu":
+        raise typer.BadParameter("--compile is for GPUs: add --device cuda")
+    return place
+
+
+def _fixed_cache(compiled: bool, model: "PreTrainedModel") -> "FixedCache | None":
+    """What makes `generate` compile its step, where that is asked for."""
+    from trilobite.runtime.fixed_cache import FixedCache
+
+    if not compiled:
+        return None
+    cache = FixedCache(model)
+    note("the first token waits for the compiler, a minute or more")
+    return cache
 
 
 def generate(
@@ -46,6 +75,7 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     device: DeviceOption = "cpu",
+    compiled: CompileOption = False,
     activations: ActivationsOption = "exact",
     json: JsonOption = False,
 ) -> None:
@@ -62,10 +92,16 @@ def generate(
 
     with quiet():
         sampling = runtime.Sampling(temperature=temperature, top_p=top_p, seed=seed)
-        loaded, tokenizer = load(model, device=usable_device(device)), load_tokenizer(model)
+        loaded, tokenizer = load(model, device=_place(device, compiled)), load_tokenizer(model)
         echo = _Echo(prompt)
         made = runtime.generate(
-            loaded, tokenizer, prompt, tokens=tokens, sampling=sampling, on_text=None if json else echo.write
+            loaded,
+            tokenizer,
+            prompt,
+            tokens=tokens,
+            sampling=sampling,
+            on_text=None if json else echo.write,
+            cache=_fixed_cache(compiled, loaded),
         )
     if json:
         print_json(
@@ -105,6 +141,7 @@ def chat(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     device: DeviceOption = "cpu",
+    compiled: CompileOption = False,
     activations: ActivationsOption = "exact",
 ) -> None:
     """Talk with a model.
@@ -121,7 +158,8 @@ def chat(
 
     with quiet():
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
-        talk = Chat(load(model, device=usable_device(device)), load_tokenizer(model), sampling)
+        loaded = load(model, device=_place(device, compiled))
+        talk = Chat(loaded, load_tokenizer(model), sampling, _fixed_cache(compiled, loaded))
         if not talk.has_template:
             note("this model has no chat template: it continues your text instead of answering")
         note("/reset forgets the conversation, /quit ends it")

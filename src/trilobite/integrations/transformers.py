@@ -80,6 +80,11 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         """Packed weights have no gradients."""
         return False
 
+    @property
+    def is_compileable(self) -> bool:
+        """`generate` may compile the step with a static cache: the operators take part in torch.compile's graphs."""
+        return True
+
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """save_pretrained writes the packed tensors under the names they were loaded from."""
         return True

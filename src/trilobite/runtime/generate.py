@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, TextStreamer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.errors import EvaluationError
+from trilobite.runtime.fixed_cache import FixedCache
 
 OnText = Callable[[str], None]
 """Called with each new piece of text, as soon as it is sure."""
@@ -64,13 +65,17 @@ def generate(
     tokens: int,
     sampling: Sampling,
     on_text: OnText | None = None,
+    cache: FixedCache | None = None,
 ) -> Generated:
     """Continue a prompt by at most `tokens` tokens, fewer where the model's context ends.
 
+    cache: of this model, so that its decoding step is compiled
     Raises EvaluationError for a prompt that is empty, or that leaves no room in the context.
     """
     ids = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids
-    return continue_ids(model, tokenizer, ids, tokens=tokens, sampling=sampling, on_text=on_text)
+    return continue_ids(
+        model, tokenizer, ids, tokens=tokens, sampling=sampling, on_text=on_text, cache=cache
+    )
 
 
 @torch.inference_mode()
@@ -82,9 +87,12 @@ def continue_ids(
     tokens: int,
     sampling: Sampling,
     on_text: OnText | None = None,
+    cache: FixedCache | None = None,
 ) -> Generated:
     """Continue token ids [1, T] int64. Raises EvaluationError as `generate` does."""
     room = _room(model, ids)
+    most = min(tokens, room)
+    past = cache and cache.emptied(ids.shape[1] + most, context_length(model))
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
     streamer = _Streamer(tokenizer, on_text)
@@ -93,13 +101,14 @@ def continue_ids(
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=min(tokens, room),
+        past_key_values=past,
+        max_new_tokens=most,
         streamer=streamer,
         pad_token_id=_first(model.generation_config.pad_token_id, model.generation_config.eos_token_id),
         **sampling.settings(),
     )
     made = streamer.times
-    whole = len(made) == min(tokens, room) and int(output[0, -1]) not in _ends(model)
+    whole = len(made) == most and int(output[0, -1]) not in _ends(model)
     stop = "end" if not whole else "length" if tokens <= room else "context"
     return Generated(
         text="".join(streamer.pieces),
@@ -139,11 +148,16 @@ class Chat:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling | None = None,
+        cache: FixedCache | None = None,
     ) -> None:
-        """Begin with an empty history."""
+        """Begin with an empty history. cache: of this model, so that its decoding step is compiled."""
         self.model, self.tokenizer = model, tokenizer
         self.sampling = sampling or Sampling()
+        self.cache = cache
         self.messages: list[dict[str, str]] = []
         self.text = ""
 
@@ -166,7 +180,13 @@ class Chat:
         keep = max(1, limit - min(tokens, limit // 2)) if limit else None
         messages, ids = self._prompt(message, keep)
         answer = continue_ids(
-            self.model, self.tokenizer, ids, tokens=tokens, sampling=self.sampling, on_text=on_text
+            self.model,
+            self.tokenizer,
+            ids,
+            tokens=tokens,
+            sampling=self.sampling,
+            on_text=on_text,
+            cache=self.cache,
         )
         if self.has_template:
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
