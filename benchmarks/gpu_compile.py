@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import triton
 from _markdown import insert, table
+from rich.console import Console
+from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -58,6 +60,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+STDERR = Console(stderr=True)
 CONSUMER_SHARED = 99 << 10
 """Bytes of shared memory that a program may have on sm_86 and sm_89."""
 UNSPECIALIZED = "S"
@@ -348,7 +351,7 @@ def main() -> None:
             jobs |= dict.fromkeys((v, arch) for v in record(arch, parse_format(fmt), *rest))
     print(f"{len(jobs)} variants", flush=True)
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        done = list(pool.map(_compile, jobs, chunksize=4))
+        done = [*track(pool.map(_compile, jobs, chunksize=4), "Compiling", total=len(jobs), console=STDERR)]
     header = (
         "kernel",
         "form",

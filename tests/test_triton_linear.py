@@ -52,6 +52,7 @@ def _error(x: torch.Tensor, w: PackedWeight, tile: Tile, bias: torch.Tensor | No
         ("int3-g32", 96),
         ("int4-g32-sym", 160),
         ("int2-g128", 256),
+        ("int4-g128-sym", 384),  # groups that share a word lie in different chunks
         ("int8-channel-sym", 96),
         ("int4-channel-sym", 256),
         ("int3-g64-dq", 192),

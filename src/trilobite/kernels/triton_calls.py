@@ -11,12 +11,10 @@ from trilobite.kernels.triton_launch import launch, processors, scratch
 from trilobite.kernels.triton_layout import Coding
 from trilobite.kernels.triton_product import product
 from trilobite.kernels.triton_tile import BLOCK_R, DENSE
-from trilobite.kernels.triton_tuning import Tile, fitted, tile_for
+from trilobite.kernels.triton_tuning import Tile, fitted, suited, tile_for
 from trilobite.kernels.triton_words import CHUNK
 
 MOST_SPLITS = 16
-WIDE = 8
-"""Bits from which words take so much shared memory that a stage less must do on GPUs with 99 KB."""
 WARPS = 16
 """Warps that every processor shall have, while there is something to split."""
 
@@ -103,10 +101,8 @@ def slot_arguments(rows: Rows, m: Matrices) -> tuple[Arguments, Arguments]:
     return arguments, constants
 
 
-def row_arguments(
-    rows: Rows, m: Matrices, inputs: Inputs, tile: Tile, bits: int
-) -> tuple[Arguments, Arguments]:
-    """The same, the activations, and how a tile multiplies them by codes of so many bits, at most."""
+def row_arguments(rows: Rows, m: Matrices, inputs: Inputs, tile: Tile) -> tuple[Arguments, Arguments]:
+    """The same, the activations, and how a tile multiplies them."""
     arguments, constants = slot_arguments(rows, m)
     k = inputs.x.shape[1]
     arguments |= {"p_x": inputs.x, "DIVISOR": inputs.divisor, "K": k}
@@ -115,7 +111,7 @@ def row_arguments(
         "KS": tile.chunks,
         "BLOCK_N": tile.block_n,
         "EVEN_K": k % (CHUNK * tile.chunks) == 0,
-        "STAGES": max(1, tile.stages - (bits >= WIDE)),
+        "STAGES": tile.stages,
     }
     return arguments, constants
 
@@ -141,7 +137,8 @@ def run_product(
     """Launch `product`. out: [job.count, splits, S, N], fp32 or the result's type; its shape says how many splits."""
     c = job.coding
     step = step_of(c)
-    arguments, constants = row_arguments(rows, m, inputs, tile, c.bits)
+    tile = suited(tile, c.bits, step)
+    arguments, constants = row_arguments(rows, m, inputs, tile)
     arguments |= {
         "p_bias": m.table if bias is None else bias,
         "p_z": m.table if low.z is None else low.z,

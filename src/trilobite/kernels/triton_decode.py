@@ -34,21 +34,41 @@ def load_words(p_words, n, chunk, chunks, N, BITS: tl.constexpr, EVEN_K: tl.cons
 
 
 @triton.jit
-def load_scales(p_meta, n, group, N, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """Scales and offsets [KS, BLOCK_N] fp32 of one group [KS] each."""
-    rows, inside = n[None, :] + group[:, None] * 0, (n < N)[None, :]
+def load_scales(
+    p_meta, n, chunk, first: tl.constexpr, K, N,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Scales and offsets [KS, BLOCK_N] fp32 of the groups that hold pair `first` of the chunks [KS].
+
+    Past column K they are the last group's, or finite: what they multiply is zero.
+    """
+    PER: tl.constexpr = 2 if SYMMETRIC else 1  # groups a word
+    IN_CHUNK: tl.constexpr = first * 8 // GROUP if 0 < GROUP < 128 else 0
+    rows, inside = n[None, :] + chunk[:, None] * 0, (n < N)[None, :]
     if BITS == 16:
         scale = tl.full(rows.shape, 1.0, tl.float32)
         offset = tl.full(rows.shape, 0.0, tl.float32)
-    elif SYMMETRIC:
-        pair = tl.load(p_meta + (group // 2 * N)[:, None] + rows, mask=inside, other=0)
-        half = (pair >> (group % 2 * 16)[:, None]).to(tl.int16)
-        scale = half.to(tl.float16, bitcast=True).to(tl.float32)
-        offset = scale * -(2.0 ** (BITS - 1))
     else:
-        pair = tl.load(p_meta + (group * N)[:, None] + rows, mask=inside, other=0)
-        scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        offset = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        if GROUP == 0:
+            word = chunk * 0
+        elif GROUP < 128:
+            # Groups that share a word load it by the same address, so that the compiler loads it once.
+            word = chunk * (128 // GROUP // PER) + IN_CHUNK // PER
+        else:
+            word = chunk // (GROUP // 128 * PER)
+        if GROUP > 0 and not EVEN_K:
+            word = tl.minimum(word, tl.cdiv(K, GROUP * PER) - 1)
+        pair = tl.load(p_meta + (word * N)[:, None] + rows, mask=inside, other=0)
+        if SYMMETRIC:
+            if GROUP > 64:
+                pair = pair >> (chunk // (GROUP // 128) % 2 * 16)[:, None]
+            elif IN_CHUNK % 2:
+                pair = pair >> 16
+            scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            offset = scale * -(2.0 ** (BITS - 1))
+        else:
+            scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            offset = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, offset
 
 

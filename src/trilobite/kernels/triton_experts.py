@@ -42,7 +42,7 @@ from trilobite.kernels.triton_layout import Coding, Place, codings_of
 from trilobite.kernels.triton_rotated import run_rotated
 from trilobite.kernels.triton_routing import combine, route
 from trilobite.kernels.triton_tile import SLOTS, SORTED
-from trilobite.kernels.triton_tuning import Tile, fitted, tile_for
+from trilobite.kernels.triton_tuning import Tile, fitted, suited, tile_for
 
 ACTIVATIONS = (
     "silu",
@@ -225,7 +225,8 @@ class _Layer:
     def _gate_up(self, g: _Group, tile: Tile, h: Tensor) -> None:
         gate, up, _ = g.codings
         step = step_of(gate, up)
-        arguments, constants = row_arguments(g.rows, self.matrices, g.inputs, tile, max(gate.bits, up.bits))
+        tile = suited(tile, max(gate.bits, up.bits), step)
+        arguments, constants = row_arguments(g.rows, self.matrices, g.inputs, tile)
         bias = self.gate_up_bias
         arguments |= {
             "p_bias": self.matrices.table if bias is None else bias,

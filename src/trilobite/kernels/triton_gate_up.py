@@ -101,12 +101,12 @@ def gate_up(
                 x = load_activations(p_x, row, mask, k0, K, STEP, EVEN_K)
                 total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(
-                acc, words, p_meta, n, N, x, total, p_x, bases, row_ends, k0, K,
+                acc, words, p_meta, n, N, x, total, p_x, bases, row_ends, chunk, K,
                 j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K, BLOCK_M,
             )  # fmt: skip
             if GATED:
                 gate = add_step(
-                    gate, gate_words, p_gate_meta, n, N, x, total, p_x, bases, row_ends, k0, K,
+                    gate, gate_words, p_gate_meta, n, N, x, total, p_x, bases, row_ends, chunk, K,
                     j * STEP // 8, STEP, GATE_BITS, GATE_GROUP, GATE_SYMMETRIC, FORM, EVEN_K, BLOCK_M,
                 )  # fmt: skip
     acc, gate = gathered(acc, FORM, BLOCK_M), gathered(gate, FORM, BLOCK_M)

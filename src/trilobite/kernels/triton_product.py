@@ -81,7 +81,7 @@ def product(
                 if BITS != 16:
                     total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(
-                acc, words, p_meta, n, rows, x, total, p_x, bases, row_ends, k0, K,
+                acc, words, p_meta, n, rows, x, total, p_x, bases, row_ends, chunk, K,
                 j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K, BLOCK_M,
             )  # fmt: skip
     acc = gathered(acc, FORM, BLOCK_M)

@@ -192,32 +192,22 @@ def _add_lanes(
 
 
 @triton.jit
-def _group(k0, K, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
-    """Index of the group that holds column k0; the last one for the padding behind column K."""
-    if GROUP == 0:
-        return k0 * 0
-    elif EVEN_K:
-        return k0 // GROUP
-    else:
-        return tl.minimum(k0 // GROUP, tl.cdiv(K, GROUP) - 1)
-
-
-@triton.jit
 def add_step(
-    acc, words, p_meta, n, rows, x, total, p_x, bases, ends, k0, K,
+    acc, words, p_meta, n, rows, x, total, p_x, bases, ends, chunk, K,
     FIRST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
     FORM: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """acc + W x over the STEP columns from each of k0 [KS] on, pair FIRST of the chunks in `words`.
+    """acc + W x over STEP columns from pair FIRST of each of the chunks [KS] on, which are in `words`.
 
     x, total: the activations and their sums on tensor cores; else they are read from p_x, `bases` and `ends`
     """
-    scale, offset = load_scales(p_meta, n, _group(k0, K, GROUP, EVEN_K), rows, BITS, SYMMETRIC)
+    scale, offset = load_scales(p_meta, n, chunk, FIRST, K, rows, BITS, GROUP, SYMMETRIC, EVEN_K)
     if FORM == "factored":
         return _add_factored(acc, words, FIRST, scale, offset, x, total, STEP, BITS)
     elif FORM == "scaled":
         return _add_scaled(acc, words, FIRST, scale, offset, x, STEP, BITS)
     else:
+        k0 = chunk * 128 + FIRST * 8
         return _add_lanes(acc, words, FIRST, scale, offset, p_x, bases, ends, k0, STEP, BITS, BLOCK_M)
 
 

@@ -47,6 +47,10 @@ class Tile:
     registers: int = 0
 
 
+WIDE = 8
+"""Bits from which words are wide."""
+MORE_REGISTERS = 200
+"""Registers of a thread for groups of 32: two programs of four warps run on a processor then."""
 FORMS = ("lanes", "factored", "scaled")
 
 
@@ -213,6 +217,20 @@ def fitted(tile: Tile, block_m: int) -> Tile:
     if block_m < 8:
         return replace(tile, form="lanes", block_m=block_m, block_n=min(tile.block_n, 64), chunks=1)
     return replace(tile, form="factored" if tile.form == "lanes" else tile.form, block_m=block_m)
+
+
+def suited(tile: Tile, bits: int, step: int) -> Tile:
+    """The tile for codes of so many bits, at most, of which at least `step` columns share a scale.
+
+    Wide words take a stage less, so that shared memory suffices on GPUs with 99 KB. Groups of 32 have twice as many sums
+    in flight, and registers for them: more of these, or half of the chunks.
+    """
+    tile = replace(tile, stages=max(1, tile.stages - (bits >= WIDE)))
+    if step > 32 or tile.form != "factored":
+        return tile
+    if tile.block_m > 8:
+        return replace(tile, chunks=max(1, tile.chunks // 2))
+    return replace(tile, registers=tile.registers or MORE_REGISTERS)
 
 
 @contextmanager
