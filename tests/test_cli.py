@@ -26,6 +26,7 @@ from trilobite.kernels import cpu
 from trilobite.quantize import line as line_module
 from trilobite.quantize.compress import compress
 from trilobite.recipe import PRESETS, load_recipe
+from trilobite.runtime.cache import GrowingCache
 from trilobite.runtime.generate import Chat
 from trilobite.runtime.load import load_tokenizer
 
@@ -307,6 +308,23 @@ def test_chat_takes_piped_input(run: Run, packed: Path, monkeypatch: pytest.Monk
     assert "the model was made for 256" in talked.err
     half = len(talked.out) // 2
     assert talked.out[:half] == talked.out[half:]  # after /reset the same question has the same answer
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m['content'] }};{% endfor %}a"])
+def test_chat_remembers_what_it_has_read(packed: Path, template: str | None) -> None:
+    tokenizer, model = load_tokenizer(str(packed)), trilobite.load(str(packed), dtype=torch.float32)
+    tokenizer.chat_template = template
+    chat, forgetful = Chat(model, tokenizer), Chat(model, tokenizer)
+    remembered = []
+    for message in ("the sea", "and then", "the old man"):
+        answer = chat.ask(message, tokens=6)
+        forgetful.cache = GrowingCache(model)
+        again = forgetful.ask(message, tokens=6)
+        assert answer.text == again.text
+        assert answer.prompt_tokens == again.prompt_tokens
+        assert again.remembered == 0
+        remembered.append(answer.remembered)
+    assert 0 == remembered[0] < remembered[1] < remembered[2]
 
 
 def test_chat_with_a_template_forgets_the_oldest_turns(packed: Path) -> None:

@@ -35,9 +35,9 @@ from trilobite.quantize.matrix import quantize
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.options import Options
 from trilobite.recipe import Format, Recipe, Role, load_recipe
-from trilobite.runtime import fixed_cache
+from trilobite.runtime import cache as cache_module
+from trilobite.runtime.cache import FixedCache, GrowingCache
 from trilobite.runtime.experts import PackedExperts
-from trilobite.runtime.fixed_cache import FixedCache
 from trilobite.runtime.linear import PackedLinear
 from trilobite.runtime.load import load
 
@@ -170,27 +170,58 @@ def test_the_decoding_step_compiles(
     how._compile_all_devices = True
     loaded.generation_config.compile_config = how
     cache = FixedCache(loaded)
-    past = cache.emptied(36, 256)
+    past = cache.ready(prompts[0], 36, 256)
     assert cache.length == 256
     assert graphs
     made = len(graphs)
     for ids, text in zip(prompts, expected, strict=True):
-        assert cache.emptied(36, 256) is past
+        assert cache.ready(ids, 36, 256) is past
         assert torch.equal(loaded.generate(ids, past_key_values=past, **settings), text)
     # gpt-oss counts the tokens of its sliding windows as Python numbers: once more, for any number.
     assert len(graphs) <= made + (model_type == "gpt_oss")
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("model_type", sorted(set(TINY_CONFIGS) - set(SEQ2SEQ)))
+def test_a_conversation_is_read_once(models: Callable[[str], Model], model_type: str) -> None:
+    """The text after a remembered beginning is the text after all of it."""
+    loaded = load(str(models(model_type).packed(load_recipe("int8"))), dtype=torch.float32)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cache = GrowingCache(loaded)
+    ids, remembered = torch.arange(5, 25)[None], []
+    for cut in (0, 2, 9, 1000, 0):  # tokens of the text that the next turn changes
+        past = cache.ready(ids, 200, 256)
+        remembered.append(int(past.get_seq_length()))
+        made = loaded.generate(ids, past_key_values=past, **settings)
+        assert torch.equal(made, loaded.generate(ids, **settings)), remembered
+        cache.keep(past, made)
+        ids = torch.cat([made[:, : max(0, made.shape[1] - cut)], torch.arange(60, 67)[None]], 1)
+    forgets = model_type in ("gpt_oss", "jamba")  # sliding windows, recurrent states
+    assert remembered == ([0] * 5 if forgets else [0, 25, 37, 41, 0])
+
+
+def test_a_text_broken_off_is_not_remembered(models: Callable[[str], Model]) -> None:
+    loaded = load(str(models("mixtral").packed(load_recipe("int8"))))
+    cache, ids = GrowingCache(loaded), torch.arange(5, 25)[None]
+    past = cache.ready(ids, 40, None)
+    cache.keep(past, loaded.generate(ids, past_key_values=past, max_new_tokens=2))
+    past = cache.ready(ids, 40, None)
+    assert past.get_seq_length() == 19
+    cache.keep(past, ids)
+    ids = torch.cat([ids[:, :3], torch.tensor([[99]]), ids[:, 4:]], 1)
+    assert cache.ready(ids, 40, None).get_seq_length() == 3
+    assert cache.ready(ids, 40, None).get_seq_length() == 0  # what came after `ready` was not kept
+
+
 def test_a_fixed_cache_grows_by_powers_of_two(
     models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load(str(models("mixtral").packed(load_recipe("int8"))))
-    monkeypatch.setattr(fixed_cache, "SHORTEST", 16)
+    monkeypatch.setattr(cache_module, "SHORTEST", 16)
     cache = FixedCache(loaded)
     lengths = []
     for length in (5, 16, 17, 9, 60, 200):
-        past = cache.emptied(length, 200)
+        past = cache.ready(torch.zeros((1, 5), dtype=torch.long), length, 200)
         assert past.get_max_length() == cache.length
         assert int(past.get_seq_length()) == 0
         lengths.append(cache.length)

@@ -11,7 +11,7 @@ from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, u
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trilobite.runtime.fixed_cache import FixedCache
+    from trilobite.runtime.cache import FixedCache
     from trilobite.runtime.generate import Chat, Generated
 
 ModelArgument = Annotated[
@@ -56,7 +56,7 @@ def _place(device: str, compiled: bool) -> str:
 
 def _fixed_cache(compiled: bool, model: "PreTrainedModel") -> "FixedCache | None":
     """What makes `generate` compile its step, where that is asked for."""
-    from trilobite.runtime.fixed_cache import FixedCache
+    from trilobite.runtime.cache import FixedCache
 
     if not compiled:
         return None
@@ -147,7 +147,7 @@ def chat(
     """Talk with a model.
 
     /reset forgets the conversation, /quit (or Ctrl-D) ends it. Input may be piped. A model without a chat
-    template continues your text instead.
+    template continues your text instead. A turn reads only what is new, unless the step is compiled.
 
     \b
     Example: trilobite chat mixtral-3bit --temperature 0.7
@@ -196,7 +196,8 @@ def _write(text: str) -> None:
 
 def _speed(made: "Generated") -> str:
     stop = {"end": "", "length": "", "context": "; stopped where the model's context ends"}[made.stop]
+    remembered = f" ({made.remembered} remembered)" if made.remembered else ""
     return (
         f"{made.tokens} tokens, {made.tokens_per_second:.1f} tokens/s; "
-        f"prompt of {made.prompt_tokens} tokens in {made.prompt_seconds:.2f} s{stop}"
+        f"prompt of {made.prompt_tokens} tokens{remembered} in {made.prompt_seconds:.2f} s{stop}"
     )

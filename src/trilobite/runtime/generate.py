@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TextStreamer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.errors import EvaluationError
-from trilobite.runtime.fixed_cache import FixedCache
+from trilobite.runtime.cache import GrowingCache, TextCache
 
 OnText = Callable[[str], None]
 """Called with each new piece of text, as soon as it is sure."""
@@ -41,11 +41,13 @@ class Sampling:
 class Generated:
     """A continuation. prompt_tokens, tokens: read and made    prompt_seconds: until the first token.
 
+    remembered: tokens of the prompt that were in the cache
     seconds: for all tokens after the first    stop: why it ended: "end" (the model), "length", "context"
     """
 
     text: str
     prompt_tokens: int
+    remembered: int
     tokens: int
     prompt_seconds: float
     seconds: float
@@ -65,11 +67,11 @@ def generate(
     tokens: int,
     sampling: Sampling,
     on_text: OnText | None = None,
-    cache: FixedCache | None = None,
+    cache: TextCache | None = None,
 ) -> Generated:
     """Continue a prompt by at most `tokens` tokens, fewer where the model's context ends.
 
-    cache: of this model, so that its decoding step is compiled
+    cache: of this model; it may remember the beginning of the prompt, or let the step be compiled
     Raises EvaluationError for a prompt that is empty, or that leaves no room in the context.
     """
     ids = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids
@@ -87,12 +89,13 @@ def continue_ids(
     tokens: int,
     sampling: Sampling,
     on_text: OnText | None = None,
-    cache: FixedCache | None = None,
+    cache: TextCache | None = None,
 ) -> Generated:
     """Continue token ids [1, T] int64. Raises EvaluationError as `generate` does."""
     room = _room(model, ids)
     most = min(tokens, room)
-    past = cache and cache.emptied(ids.shape[1] + most, context_length(model))
+    past = None if cache is None else cache.ready(ids, ids.shape[1] + most, context_length(model))
+    remembered = 0 if past is None else int(past.get_seq_length())
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
     streamer = _Streamer(tokenizer, on_text)
@@ -107,12 +110,15 @@ def continue_ids(
         pad_token_id=_first(model.generation_config.pad_token_id, model.generation_config.eos_token_id),
         **sampling.settings(),
     )
+    if cache is not None and past is not None:
+        cache.keep(past, output)
     made = streamer.times
     whole = len(made) == most and int(output[0, -1]) not in _ends(model)
     stop = "end" if not whole else "length" if tokens <= room else "context"
     return Generated(
         text="".join(streamer.pieces),
         prompt_tokens=ids.shape[1],
+        remembered=remembered,
         tokens=len(made),
         prompt_seconds=made[0] - started if made else 0.0,
         seconds=made[-1] - made[0] if made else 0.0,
@@ -152,12 +158,12 @@ class Chat:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling | None = None,
-        cache: FixedCache | None = None,
+        cache: TextCache | None = None,
     ) -> None:
-        """Begin with an empty history. cache: of this model, so that its decoding step is compiled."""
+        """Begin with an empty history. cache: of this model; None = one that remembers the conversation."""
         self.model, self.tokenizer = model, tokenizer
         self.sampling = sampling or Sampling()
-        self.cache = cache
+        self.cache = GrowingCache(model) if cache is None and not model.config.is_encoder_decoder else cache
         self.messages: list[dict[str, str]] = []
         self.text = ""
 
