@@ -69,7 +69,7 @@ class FixedCache:
     """A cache in tensors of a fixed size: then transformers compiles the decoding step, on a GPU to a CUDA graph.
 
     Step by step a GPU waits for Python between its launches; a graph of a whole step does not. The price is the
-    compiler's time before the first token, and again where a conversation outgrows the cache. Every turn reads all of it.
+    compiler's time before the first token, and again where a text outgrows the cache. Every text is read whole.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -75,9 +75,7 @@ def generate(
     Raises EvaluationError for a prompt that is empty, or that leaves no room in the context.
     """
     ids = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids
-    return continue_ids(
-        model, tokenizer, ids, tokens=tokens, sampling=sampling, on_text=on_text, cache=cache
-    )
+    return continue_ids(model, tokenizer, ids, tokens=tokens, sampling=sampling, on_text=on_text, cache=cache)
 
 
 @torch.inference_mode()
