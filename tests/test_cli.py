@@ -27,7 +27,7 @@ from trilobite.quantize import line as line_module
 from trilobite.quantize.compress import compress
 from trilobite.recipe import PRESETS, load_recipe
 from trilobite.runtime.cache import GrowingCache
-from trilobite.runtime.generate import Chat
+from trilobite.runtime.chat import Chat
 from trilobite.runtime.load import load_tokenizer
 
 TEXT = "the old man looked at the sea and the sea looked back. " * 30
@@ -325,6 +325,18 @@ def test_chat_remembers_what_it_has_read(packed: Path, template: str | None) -> 
         assert again.remembered == 0
         remembered.append(answer.remembered)
     assert 0 == remembered[0] < remembered[1] < remembered[2]
+
+
+def test_chat_forgets_half_of_a_full_context(packed: Path) -> None:
+    """So that the turns after it find their beginning in the cache."""
+    chat = Chat(trilobite.load(str(packed)), load_tokenizer(str(packed)))
+    turns = [chat.ask(letter * 40, tokens=4) for letter in "abcdefghijkl"]
+    lengths = [t.prompt_tokens for t in turns]
+    assert max(lengths) <= 252
+    anew = [i for i, t in enumerate(turns) if t.remembered == 0]
+    assert anew[0] == 0
+    assert 2 <= len(anew) <= 4
+    assert all(lengths[i] <= 126 for i in anew)
 
 
 def test_chat_with_a_template_forgets_the_oldest_turns(packed: Path) -> None:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trilobite.runtime.cache import FixedCache
-    from trilobite.runtime.generate import Chat, Generated
+    from trilobite.runtime.chat import Chat
+    from trilobite.runtime.generate import Generated
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A packed or an original checkpoint: folder or hub id.", metavar="MODEL")
@@ -153,7 +154,8 @@ def chat(
     Example: trilobite chat mixtral-3bit --temperature 0.7
     """
     from trilobite import load
-    from trilobite.runtime.generate import Chat, Sampling
+    from trilobite.runtime.chat import Chat
+    from trilobite.runtime.generate import Sampling
     from trilobite.runtime.load import load_tokenizer
 
     with quiet():

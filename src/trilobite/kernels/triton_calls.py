@@ -137,7 +137,7 @@ def run_product(
     """Launch `product`. out: [job.count, splits, S, N], fp32 or the result's type; its shape says how many splits."""
     c = job.coding
     step = step_of(c)
-    tile = suited(tile, c.bits, step)
+    tile = suited(tile, c.bits, step, c.rank_bits)
     arguments, constants = row_arguments(rows, m, inputs, tile)
     arguments |= {
         "p_bias": m.table if bias is None else bias,

@@ -225,7 +225,7 @@ class _Layer:
     def _gate_up(self, g: _Group, tile: Tile, h: Tensor) -> None:
         gate, up, _ = g.codings
         step = step_of(gate, up)
-        tile = suited(tile, max(gate.bits, up.bits), step)
+        tile = suited(tile, max(gate.bits, up.bits), step, max(gate.rank_bits, up.rank_bits))
         arguments, constants = row_arguments(g.rows, self.matrices, g.inputs, tile)
         bias = self.gate_up_bias
         arguments |= {

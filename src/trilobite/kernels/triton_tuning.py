@@ -50,7 +50,7 @@ class Tile:
 WIDE = 8
 """Bits from which words are wide."""
 MORE_REGISTERS = 200
-"""Registers of a thread for groups of 32: two programs of four warps run on a processor then."""
+"""Registers of a thread with which two programs of four warps still run on a processor."""
 FORMS = ("lanes", "factored", "scaled")
 
 
@@ -219,18 +219,20 @@ def fitted(tile: Tile, block_m: int) -> Tile:
     return replace(tile, form="factored" if tile.form == "lanes" else tile.form, block_m=block_m)
 
 
-def suited(tile: Tile, bits: int, step: int) -> Tile:
+def suited(tile: Tile, bits: int, step: int, rank_bits: int) -> Tile:
     """The tile for codes of so many bits, at most, of which at least `step` columns share a scale.
 
     Wide words take a stage less, so that shared memory suffices on GPUs with 99 KB. Groups of 32 have twice as many sums
-    in flight, and registers for them: more of these, or half of the chunks.
+    in flight: half the chunks, or more registers, as fp16 compensators (rank_bits 16) need them too.
     """
     tile = replace(tile, stages=max(1, tile.stages - (bits >= WIDE)))
-    if step > 32 or tile.form != "factored":
+    if tile.form != "factored":
         return tile
-    if tile.block_m > 8:
+    if step == 32 and tile.block_m > 8:
         return replace(tile, chunks=max(1, tile.chunks // 2))
-    return replace(tile, registers=tile.registers or MORE_REGISTERS)
+    if step == 32 or rank_bits == 16:
+        return replace(tile, registers=max(tile.registers, MORE_REGISTERS))
+    return tile
 
 
 @contextmanager

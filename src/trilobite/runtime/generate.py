@@ -1,8 +1,6 @@
-"""Text from a loaded model, streamed: one continuation, or a conversation.
+"""Text from a loaded model, streamed.
 
 generate(model, tokenizer, "The sea", tokens=64, sampling=Sampling()).text
-chat = Chat(model, tokenizer, Sampling(temperature=0.7))
-chat.ask("Why is the sea salty?", tokens=256, on_text=print)
 """
 
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from transformers import PreTrainedModel, TextStreamer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.errors import EvaluationError
-from trilobite.runtime.cache import GrowingCache, TextCache
+from trilobite.runtime.cache import TextCache
 
 OnText = Callable[[str], None]
 """Called with each new piece of text, as soon as it is sure."""
@@ -143,80 +141,6 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
             self.pieces.append(text)
             if self.on_text:
                 self.on_text(text)
-
-
-class Chat:
-    """A conversation that remembers: through the chat template where there is one, else as one growing text.
-
-    The oldest turns (of plain text: the oldest tokens) are forgotten when the model's context is full.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling | None = None,
-        cache: TextCache | None = None,
-    ) -> None:
-        """Begin with an empty history. cache: of this model; None = one that remembers the conversation."""
-        self.model, self.tokenizer = model, tokenizer
-        self.sampling = sampling or Sampling()
-        self.cache = GrowingCache(model) if cache is None and not model.config.is_encoder_decoder else cache
-        self.messages: list[dict[str, str]] = []
-        self.text = ""
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
-
-    def reset(self) -> None:
-        """Forget everything said."""
-        self.messages.clear()
-        self.text = ""
-
-    def ask(self, message: str, *, tokens: int, on_text: OnText | None = None) -> Generated:
-        """Say something and get the answer, of at most `tokens` tokens.
-
-        Raises EvaluationError for a message too long for the context; the history stays as it was.
-        """
-        limit = context_length(self.model)
-        keep = max(1, limit - min(tokens, limit // 2)) if limit else None
-        messages, ids = self._prompt(message, keep)
-        answer = continue_ids(
-            self.model,
-            self.tokenizer,
-            ids,
-            tokens=tokens,
-            sampling=self.sampling,
-            on_text=on_text,
-            cache=self.cache,
-        )
-        if self.has_template:
-            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        else:
-            self.text += f"{message}{answer.text}\n"
-        return answer
-
-    def _prompt(self, message: str, keep: int | None) -> tuple[list[dict[str, str]], Tensor]:
-        """The turns that are still remembered, and their token ids [1, T], if possible at most `keep`."""
-        if not self.has_template:
-            ids = self.tokenizer(self.text + message, return_tensors="pt", verbose=False).input_ids
-            own = len(self.tokenizer(message, verbose=False).input_ids)
-            return [], ids if keep is None else ids[:, -max(keep, own) :]
-        messages = [*self.messages, {"role": "user", "content": message}]
-        while True:
-            ids = self._template(messages)
-            if keep is None or ids.shape[1] <= keep or len(messages) < 3:
-                return messages, ids
-            messages = messages[2:]
-
-    def _template(self, messages: list[dict[str, str]]) -> Tensor:
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids: Tensor = self.tokenizer(
-            text, add_special_tokens=False, return_tensors="pt", verbose=False
-        ).input_ids
-        return ids
 
 
 def context_length(model: PreTrainedModel) -> int | None:
