@@ -131,7 +131,7 @@ def meta_pack(weights: list[PackedWeight], count: int) -> tuple[torch.Tensor, to
 
 def tokens_of(arch: str) -> list[int]:
     """One number of rows for every combination of tiles that occurs, and a single one: it takes forms of its own."""
-    names = (f"sm_{arch}", "default")
+    names = triton_tuning.general(f"sm_{arch}")
     tiles = [t for op in triton_tuning.OPERATIONS for t in triton_tuning.tiles_of(op, names)[0]]
     return sorted({1, *(min(t.tokens, 1024) for t in tiles)})
 
@@ -174,7 +174,7 @@ def record(
     found: dict[Variant, None] = {}
     shape = Shape(layer=layer, format=fmt, rank=rank, kind=kind, dtype=dtype)
     with (
-        triton_tuning.pretending((f"sm_{arch}", "default")),
+        triton_tuning.pretending(triton_tuning.general(f"sm_{arch}")),
         recording(lambda call: found.setdefault(variant(call))),
     ):
         for each in tokens_of(arch):

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from packing import lattice_weight, packed_weight, relative_error
 
 pytest.importorskip("triton", reason="Triton is not installed")
+import triton.language as tl
 import triton_interpreter
 
 from trilobite.errors import ShapeError
 from trilobite.formats import lattice
 from trilobite.formats.weight import PackedWeight
-from trilobite.kernels import ops, reference, triton_rotated
+from trilobite.kernels import ops, reference, triton_decode, triton_rotated
 from trilobite.kernels.expert_table import build
 from trilobite.kernels.triton_codewords import column_of, pack_codewords, tables, unpack_codewords
 from trilobite.kernels.triton_layout import Place, repack, restore, words_needed
@@ -140,6 +141,14 @@ def test_types(dtype: torch.dtype, tokens: int) -> None:
     tile = replace(TILE, block_m=8 if tokens == 1 else 64)
     error = _linear(_x(tokens, 384, dtype=dtype), w, tile, _x(64, dtype=dtype, seed=2))
     assert error < TOLERANCE[dtype]
+
+
+@interpreted
+def test_columns_in_the_order_of_older_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_decode, "NEIGHBOURS", tl.constexpr(True))
+    w = lattice_weight(40, 384, "e8p-3", rank=20)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert _linear(_x(3, 384, dtype=dtype), w, replace(TILE, chunks=4)) < TOLERANCE[dtype]
 
 
 @interpreted

@@ -8,11 +8,12 @@ import torch
 from packing import packed_weight, relative_error
 
 pytest.importorskip("triton", reason="Triton is not installed")
+import triton.language as tl
 import triton_interpreter
 
 from trilobite.errors import DeviceError, ShapeError
 from trilobite.formats.weight import PackedWeight
-from trilobite.kernels import ops, reference
+from trilobite.kernels import ops, reference, triton_decode
 from trilobite.kernels.triton_launch import check_together, scratch
 from trilobite.kernels.triton_tuning import Tile, forcing
 
@@ -41,6 +42,18 @@ def _linear(x: torch.Tensor, w: PackedWeight, tile: Tile, bias: torch.Tensor | N
 
 def _error(x: torch.Tensor, w: PackedWeight, tile: Tile, bias: torch.Tensor | None = None) -> float:
     return relative_error(_linear(x, w, tile, bias), reference.linear(x, w, bias))
+
+
+@pytest.mark.parametrize("tile", [DOT, FOUR, SCALED], ids=["factored", "four", "scaled"])
+@pytest.mark.parametrize(("fmt", "k", "kind"), [("int3-g32", 224, "int3"), ("int8-g64", 192, "fp16")])
+def test_columns_in_the_order_of_older_tritons(
+    fmt: str, k: int, kind: str, tile: Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton before 3.8: operands, activations and ranks change places together."""
+    monkeypatch.setattr(triton_decode, "NEIGHBOURS", tl.constexpr(True))
+    w = packed_weight(40, k, fmt, rank=37, kind=kind)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert _error(_x(9, k, dtype=dtype), w, tile) < 1.5 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("tile", [DOT, FOUR, SCALED, LANES], ids=["factored", "four", "scaled", "lanes"])

@@ -8,11 +8,17 @@ anyway:
     sum_k (s q + o) x  =  s unit sum_k (q + bias) / unit x  +  (o - bias s) sum_k x,    bias = unit = 2^bits
 
 The words of a row are laid out so that the tile made here *is* the left operand of `mma.m16n8k16`: between memory and
-the tensor core no value changes its thread.
+the tensor core no value changes its thread. Triton before 3.8 gives a thread four neighbours of an operand made by
+`tl.join` instead of two; there the columns of a step change places (`order`), which a sum over them does not notice.
 """
 
 import triton
 import triton.language as tl
+
+from trilobite.kernels.triton_launch import OLD_TRITON
+
+NEIGHBOURS = tl.constexpr(OLD_TRITON)
+"""Whether a thread's values of an operand are four neighbours."""
 
 
 @triton.jit
@@ -43,7 +49,7 @@ def load_scales(
     Past column K they are the last group's, or finite: what they multiply is zero.
     """
     PER: tl.constexpr = 2 if SYMMETRIC else 1  # groups a word
-    IN_CHUNK: tl.constexpr = first * 8 // GROUP if 0 < GROUP < 128 else 0
+    IN_CHUNK: tl.constexpr = first * 8 // GROUP if GROUP > 0 and GROUP < 128 else 0
     rows, inside = n[None, :] + chunk[:, None] * 0, (n < N)[None, :]
     if BITS == 16:
         scale = tl.full(rows.shape, 1.0, tl.float32)
@@ -72,22 +78,28 @@ def load_scales(
     return scale, offset
 
 
-@triton.jit
-def bias_of(BITS: tl.constexpr, DTYPE: tl.constexpr):
+@triton.constexpr_function
+def is_converted(bits, dtype):
+    """Whether codes become numbers one by one: fp32, 16-bit factors, and INT8 in bf16, whose mantissa is too short."""
+    return bits == 16 or dtype == tl.float32 or (bits == 8 and dtype == tl.bfloat16)
+
+
+@triton.constexpr_function
+def bias_of(bits, dtype):
     """What `operand` adds to every code, of which it then makes the 2^bits-th part; see `unit_of`."""
-    if BITS == 16 or DTYPE == tl.float32 or (BITS == 8 and DTYPE == tl.bfloat16):
-        return 0.0
-    else:
-        return 2.0**BITS
+    return 0.0 if is_converted(bits, dtype) else 2.0**bits
 
 
-@triton.jit
-def unit_of(BITS: tl.constexpr, DTYPE: tl.constexpr):
+@triton.constexpr_function
+def unit_of(bits, dtype):
     """`operand` makes (code + bias) / unit of a code."""
-    if BITS == 16 or DTYPE == tl.float32 or (BITS == 8 and DTYPE == tl.bfloat16):
-        return 1.0
-    else:
-        return 2.0**BITS
+    return 1.0 if is_converted(bits, dtype) else 2.0**bits
+
+
+@triton.constexpr_function
+def factor_bits(bits):
+    """Bits in which the GPU layout keeps codes of U: those of 3 bits in 4, so that 32 of them are a word."""
+    return 4 if bits == 3 else bits
 
 
 @triton.jit
@@ -154,10 +166,36 @@ def _values(words, first: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, 
 
 
 @triton.jit
-def operand(words, first: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def order(STEP: tl.constexpr, FORM: tl.constexpr):
+    """Which column of a step stands at each place of an operand of this form."""
+    d = tl.arange(0, STEP)
+    if NEIGHBOURS and FORM == "factored":
+        return d // 16 * 16 + d // 2 % 2 * 8 + d // 4 % 4 * 2 + d % 2
+    else:
+        return d
+
+
+@triton.jit
+def operand(
+    words, first: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
     """Codes + bias of STEP columns from pair `first` on, as the left operand [KS, BLOCK_N, STEP] of DTYPE."""
     w = _values(words, first, STEP, BITS, DTYPE)
-    return tl.permute(w, (0, 1, 3, 2, 4)).reshape(w.shape[0], w.shape[1], STEP)
+    if NEIGHBOURS and FORM == "factored":
+        w = tl.permute(w.reshape(w.shape[0], w.shape[1], 4, STEP // 16, 2, 2), (0, 1, 3, 2, 4, 5))
+    else:
+        w = tl.permute(w, (0, 1, 3, 2, 4))
+    return w.reshape(w.shape[0], w.shape[1], STEP)
+
+
+@triton.jit
+def ones(KS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr):
+    """A left operand [KS, ROWS, STEP] of ones, in the layout that `operand` gets."""
+    if NEIGHBOURS:
+        half = tl.full((KS, ROWS, STEP // 2), 1.0, DTYPE)
+        return tl.join(half, half).reshape(KS, ROWS, STEP)
+    else:
+        return tl.full((KS, ROWS, STEP), 1.0, DTYPE)
 
 
 @triton.jit
@@ -173,24 +211,14 @@ def code_pair(words, f: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def factor_bits(BITS: tl.constexpr):
-    """Bits in which the GPU layout keeps codes of U: those of 3 bits in 4, so that 32 of them are a word."""
-    if BITS == 3:
-        return 4
-    else:
-        return BITS
-
-
-@triton.jit
-def factor_operand(p_words, n, block, N, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def factor_operand(p_words, n, block, N, STORED: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr):
     """Codes + bias, as `operand` makes them, of 32 ranks of U: [1, BLOCK_N, 32] of DTYPE."""
-    STORED: tl.constexpr = factor_bits(BITS)
     at = n[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     words = ()
     for w in tl.static_range(STORED // 4):
         word = p_words + (block * (STORED // 4) + w) * N * 4
         words = words + (tl.load(word + at, mask=(n < N)[None, :, None], other=0),)
-    return operand(words, 0, 32, STORED, DTYPE)
+    return operand(words, 0, 32, STORED, DTYPE, FORM)
 
 
 @triton.jit

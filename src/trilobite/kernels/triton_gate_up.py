@@ -95,10 +95,9 @@ def gate_up(
         if GATED:
             gate_words = load_words(p_gate_words, n, chunk, chunks, N, GATE_BITS, EVEN_K)
         for j in tl.static_range(128 // STEP):
-            k0 = chunk * 128 + j * STEP
             x, total = 0.0, 0.0
             if FORM != "lanes":
-                x = load_activations(p_x, row, mask, k0, K, STEP, EVEN_K)
+                x = load_activations(p_x, row, mask, c * KS * 128 + j * STEP, K, KS, STEP, FORM, EVEN_K)
                 total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(
                 acc, words, p_meta, n, N, x, total, p_x, bases, row_ends, chunk, K,

@@ -7,7 +7,7 @@ in plain ones and has a kernel of its own.
 import triton
 import triton.language as tl
 
-from trilobite.kernels.triton_decode import bias_of, load_words, operand, unit_of
+from trilobite.kernels.triton_decode import bias_of, load_words, ones, operand, unit_of
 from trilobite.kernels.triton_tile import (
     BLOCK_R,
     COLUMNS,
@@ -85,16 +85,16 @@ def lattice_product(
     for c in tl.range(first, last, num_stages=STAGES):
         chunk = c * KS + tl.arange(0, KS)
         words = load_words(p_words, n, chunk, chunks, N, BITS, EVEN_K)
-        x = load_activations(p_x, row, mask, chunk * 128, K, 128, EVEN_K)
-        totals = tl.dot(tl.full((KS, 16, 128), 1.0, DTYPE), x, totals, input_precision="ieee")
+        x = load_activations(p_x, row, mask, c * KS * 128, K, KS, 128, "factored", EVEN_K)
+        totals = tl.dot(ones(KS, 16, 128, DTYPE), x, totals, input_precision="ieee")
         codes = _e8p(p_codes, words[0], words[1])
-        acc = tl.dot(operand(codes, 0, 128, 4, DTYPE), x, acc, input_precision="ieee")
+        acc = tl.dot(operand(codes, 0, 128, 4, DTYPE, "factored"), x, acc, input_precision="ieee")
         if BITS > 2:
             if BITS == 3:
                 codes = _lookup(p_codes + 256, words[2])
             else:
                 codes = _e8p(p_codes, words[2], words[3])
-            rest = tl.dot(operand(codes, 0, 128, 4, DTYPE), x, rest, input_precision="ieee")
+            rest = tl.dot(operand(codes, 0, 128, 4, DTYPE, "factored"), x, rest, input_precision="ieee")
     total = tl.sum(tl.sum(totals, 1), 0)[None, :] / 16.0
     p_scales = p_slab + tl.multiple_of(tl.load(p_row + META), 32)
     scale = tl.load(p_scales).to(tl.float32, bitcast=True) / 2

@@ -13,6 +13,8 @@ from trilobite.errors import DeviceError, ShapeError
 
 CAPABILITY = (8, 0)
 """Oldest compute capability that the kernels are made for: bf16 products and asynchronous copies begin there."""
+OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+"""Whether Triton lays operands of products out as it did before 3.8: see `triton_decode`, and its table of tiles."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

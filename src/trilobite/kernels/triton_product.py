@@ -74,10 +74,9 @@ def product(
         chunk = c * KS + tl.arange(0, KS)
         words = load_words(p_words, n, chunk, chunks, rows, BITS, EVEN_K)
         for j in tl.static_range(128 // STEP):
-            k0 = chunk * 128 + j * STEP
             x, total = 0.0, 0.0
             if FORM != "lanes":
-                x = load_activations(p_x, row, mask, k0, K, STEP, EVEN_K)
+                x = load_activations(p_x, row, mask, c * KS * 128 + j * STEP, K, KS, STEP, FORM, EVEN_K)
                 if BITS != 16:
                     total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(

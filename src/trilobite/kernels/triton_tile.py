@@ -28,7 +28,9 @@ from trilobite.kernels.triton_decode import (
     factor_operand,
     factor_scales,
     load_scales,
+    ones,
     operand,
+    order,
     unit_of,
 )
 
@@ -97,13 +99,21 @@ def tile_slots(
 
 
 @triton.jit
-def load_activations(p_x, row, mask, k0, K, STEP: tl.constexpr, EVEN_K: tl.constexpr):
-    """STEP columns from each of k0 [KS] on, of the rows, as the right operand [KS, STEP, BLOCK_M]."""
-    k = k0[:, None, None] + tl.arange(0, STEP)[None, :, None]
-    inside = mask[None, None, :]
+def load_activations(
+    p_x, row, mask, start, K, KS: tl.constexpr, STEP: tl.constexpr, FORM: tl.constexpr, EVEN_K: tl.constexpr
+):  # fmt: skip
+    """STEP columns from `start` on, and as many of the KS - 1 chunks behind it, of the rows: a right operand.
+
+    returns: [KS, STEP, BLOCK_M], scaled [STEP, BLOCK_M], which a tensor core reads where the copy from memory put it
+    """
+    k = start + order(STEP, FORM)[:, None]
+    base, inside = row.to(tl.int64)[None, :] * K, mask[None, :]
+    if FORM != "scaled":
+        k = k[None, :, :] + (tl.arange(0, KS) * 128)[:, None, None]
+        base, inside = base[None, :, :], inside[None, :, :]
     if not EVEN_K:
         inside = inside & (k < K)
-    return tl.load(p_x + row.to(tl.int64)[None, None, :] * K + k, mask=inside, other=0.0)
+    return tl.load(p_x + base + k, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -132,7 +142,7 @@ def step_sums(x, FORM: tl.constexpr, BLOCK_N: tl.constexpr):
         return tl.sum(x, 1)[:, None, :]
     else:
         # A product with ones leaves the sums where the accumulator's threads need them; the tensor core is idle anyway.
-        return tl.dot(tl.full((x.shape[0], BLOCK_N, x.shape[1]), 1.0, x.dtype), x)
+        return tl.dot(ones(x.shape[0], BLOCK_N, x.shape[1], x.dtype), x)
 
 
 @triton.jit
@@ -140,7 +150,7 @@ def _add_factored(
     acc, words, first: tl.constexpr, scale, offset, x, total, STEP: tl.constexpr, BITS: tl.constexpr
 ):
     """acc + scale * codes x + offset * total on the tensor cores: STEP columns of one group."""
-    d = tl.dot(operand(words, first, STEP, BITS, x.dtype), x, input_precision="ieee")
+    d = tl.dot(operand(words, first, STEP, BITS, x.dtype, "factored"), x, input_precision="ieee")
     acc += d * (scale * unit_of(BITS, x.dtype))[:, :, None]
     if BITS != 16:
         acc += total * (offset - bias_of(BITS, x.dtype) * scale)[:, :, None]
@@ -150,12 +160,12 @@ def _add_factored(
 @triton.jit
 def _add_scaled(acc, words, first: tl.constexpr, scale, offset, x, STEP: tl.constexpr, BITS: tl.constexpr):
     """acc + (scale * codes + offset) x: the same with weights of x's type, KS = 1."""
-    w = operand(words, first, STEP, BITS, x.dtype)
+    w = operand(words, first, STEP, BITS, x.dtype, "scaled")
     if BITS != 16:
         w = w.to(tl.float32) * (scale * unit_of(BITS, x.dtype))[:, :, None]
         w += (offset - bias_of(BITS, x.dtype) * scale)[:, :, None]
     w = w.to(x.dtype).reshape(w.shape[1], STEP)
-    return tl.dot(w, x.reshape(STEP, x.shape[2]), acc, input_precision="ieee")
+    return tl.dot(w, x, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -266,12 +276,12 @@ def add_compensator(
     p_words = p_slab + tl.multiple_of(tl.load(p_row + U_WORDS), 32)
     p_meta = p_slab + tl.multiple_of(tl.load(p_row + U_META), 32)
     for block in tl.range(first, last, num_stages=1):
-        r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        r = block * BLOCK_R + order(BLOCK_R, FORM)
         at, inside = slot[None, :] * R_MAX + r[:, None], mask[None, :] & (r < R)[:, None]
         z = tl.zeros((BLOCK_R, slot.shape[0]), tl.float32)
         for s in tl.range(0, Z_SPLITS, num_stages=1):  # not unrolled: registers are scarce here
             z += tl.load(p_z + tl.cast(s, tl.int64) * S * R_MAX + at, mask=inside, other=0.0)
-        u = factor_operand(p_words, n, block, N, BITS, IN).reshape(BLOCK_N, BLOCK_R)
+        u = factor_operand(p_words, n, block, N, STORED, IN, FORM).reshape(BLOCK_N, BLOCK_R)
         if FORM == "scaled":
             scale = factor_scales(p_meta, n[:, None], r[None, :], R, BITS)
             u = ((u.to(tl.float32) * UNIT - MIDDLE) * scale).to(IN)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trilobite.errors import CheckpointError
+from trilobite.kernels.triton_launch import OLD_TRITON
 
 OPERATIONS = ("linear", "gate_up", "down", "rank", "lattice")
 """linear layers; gate and up projection of experts; their down projection; V x of a compensator; lattice formats of
@@ -49,8 +50,8 @@ class Tile:
 
 WIDE = 8
 """Bits from which words are wide."""
-MORE_REGISTERS = 200
-"""Registers of a thread with which two programs of four warps still run on a processor."""
+THIRD, HALF = 168, 255
+"""Registers of a thread with which three and two programs of four warps run on a processor."""
 FORMS = ("lanes", "factored", "scaled")
 
 
@@ -184,9 +185,14 @@ def remember(gpu: str, found: Table) -> Path:
 def names_of(device: torch.device) -> tuple[str, ...]:
     """Names under which tables for a device may stand, the most particular first."""
     if device.type != "cuda":
-        return ("default",)
+        return general()
     major, minor = torch.cuda.get_device_capability(device)
-    return torch.cuda.get_device_name(device), f"sm_{major}{minor}", f"sm_{major}0", "default"
+    return general(torch.cuda.get_device_name(device), f"sm_{major}{minor}", f"sm_{major}0")
+
+
+def general(*names: str) -> tuple[str, ...]:
+    """Names of a GPU's tables, and those of tables for any GPU after them."""
+    return (*names, "Triton before 3.8", "default") if OLD_TRITON else (*names, "default")
 
 
 @lru_cache(maxsize=64)
@@ -223,16 +229,15 @@ def suited(tile: Tile, bits: int, step: int, rank_bits: int) -> Tile:
     """The tile for codes of so many bits, at most, of which at least `step` columns share a scale.
 
     Wide words take a stage less, so that shared memory suffices on GPUs with 99 KB. Groups of 32 have twice as many sums
-    in flight: half the chunks, or more registers, as fp16 compensators (rank_bits 16) need them too.
+    in flight: half the chunks, or more registers, which compensators (rank_bits > 0) need too.
     """
     tile = replace(tile, stages=max(1, tile.stages - (bits >= WIDE)))
     if tile.form != "factored":
         return tile
     if step == 32 and tile.block_m > 8:
         return replace(tile, chunks=max(1, tile.chunks // 2))
-    if step == 32 or rank_bits == 16:
-        return replace(tile, registers=max(tile.registers, MORE_REGISTERS))
-    return tile
+    wanted = HALF if step == 32 else THIRD if rank_bits else 0
+    return replace(tile, registers=max(tile.registers, wanted))
 
 
 @contextmanager
