@@ -16,6 +16,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
 from triton.runtime.driver import driver
 
 
@@ -108,5 +109,8 @@ def cores() -> int:
 
 
 def reason(e: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0]}"
+    """An exception in one line: of the first cause of a compiler's, which says where before it says what."""
+    while e.__cause__ is not None:
+        e = e.__cause__
+    lines = str(e).strip().splitlines() or [""]
+    return f"{type(e).__name__}: {lines[-1] if isinstance(e, TritonError) else lines[0]}"

@@ -66,6 +66,7 @@ class Run:
 
     def __init__(self, minutes: float) -> None:
         self.deadline = time.perf_counter() + 60 * minutes
+        self.lost = False
         self.clock = Clock()
         self.left_out: list[str] = []
         self.failed: list[str] = []
@@ -95,12 +96,12 @@ class Run:
         return None
 
     def free_memory(self) -> None:
-        """Free memory. After a fault in a kernel no other runs in this process: then leave out what is left."""
+        """Free memory. After a fault in a kernel no other runs in this process: then the part's rest is left out."""
         try:
             release()
         except RuntimeError as e:
-            print(f"the GPU is lost, the rest is left out: {reason(e)}", flush=True)
-            self.deadline = -math.inf
+            print(f"this process has lost the GPU, the rest of the part is left out: {reason(e)}", flush=True)
+            self.deadline, self.lost = -math.inf, True
 
     def report(self) -> dict[str, Any]:
         """What to know beside the rows."""

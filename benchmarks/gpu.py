@@ -4,8 +4,9 @@
 
 Unattended, on a GPU with 80 GB; the whole model is left out where memory does not suffice. The limits come first:
 bandwidth of a large copy (bytes read and written), and a large bf16 product. Then all kernels that the cases need are
-compiled in parallel. Then the parts, the most valuable first; no case begins when the minutes are over. What fails is
-named and left out. A line of JSON with everything measured so far follows each part, so the last one says it all.
+compiled in parallel. Then the parts: a check against the reference, and the most valuable first; no case begins when
+the minutes are over. What fails is named and left out; where a fault takes the GPU from the process, a new one goes on
+with the next part. A line of JSON with everything measured so far follows each part, so the last one says it all.
 
 A figure is the median over intervals of eight replays of one CUDA graph, which goes through so many weights or routings
 that none is still in the cache when it comes again. `floor` is the time at which the copy's bandwidth would deliver the
@@ -38,6 +39,7 @@ from _gpu_cases import (
     int3_cases,
     lattice_cases,
 )
+from _gpu_check import check_cases
 from _gpu_rows import cells, finite
 from _gpu_run import Case, Run, compile_ahead
 from _markdown import insert, markers, table
@@ -68,6 +70,11 @@ class Setup:
     config: Any
 
 
+def check(setup: Setup) -> Iterable[Case]:
+    """Whether the kernels compute what the reference does."""
+    return check_cases(setup.device)
+
+
 def experts(setup: Setup) -> Iterable[Case]:
     """The routed experts of one layer."""
     return int3_cases((Experts(layer, setup.device) for layer in LAYERS), setup.tokens, setup.bandwidth)
@@ -95,13 +102,14 @@ def torch_compile(setup: Setup) -> Iterable[Case]:
 
 
 PARTS: dict[str, Callable[[Setup], Iterable[Case]]] = {
+    "check": check,
     "experts": experts,
     "model": model,
     "linear": linear,
     "lattice": lattice,
     "torch-compile": torch_compile,
 }
-"""The most valuable first; those whose kernels are the youngest, or that take longest, last."""
+"""After the check the most valuable first; those whose kernels are the youngest, or that take longest, last."""
 
 
 def mixtral_config(layers: int) -> Any:
@@ -137,7 +145,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> list[str]:
-    """Everything, as asked for. returns: what failed."""
+    """Everything, as asked for, until a fault takes the GPU from this process. returns: what failed."""
     started, run = time.perf_counter(), Run(arguments.minutes)
     gpu, commit = torch.cuda.get_device_name(), _commit()
     bandwidth, peak = copy_bandwidth(device), matmul_peak(device)
@@ -155,7 +163,18 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[str]:
             insert(arguments.markdown, f"gpu-{name}", f"{limits}\n\n{text}")
         print(json.dumps(finite(found)), flush=True)
         run.free_memory()
+        if run.lost and (rest := arguments.only[arguments.only.index(name) + 1 :]):
+            _go_on(arguments, rest, arguments.minutes - (time.perf_counter() - started) / 60)
+            break
     return run.failed
+
+
+def _go_on(arguments: argparse.Namespace, rest: list[str], minutes: float) -> None:
+    """Measure the other parts in a new process."""
+    options = ["--only", ",".join(rest), "--minutes", f"{minutes:.2f}"]
+    options += ["--quick"] * arguments.quick
+    options += ["--markdown", str(arguments.markdown)] if arguments.markdown else []
+    subprocess.run([sys.executable, __file__, *options], check=False)
 
 
 def _compile_ahead(names: list[str], setup: Setup) -> float:
@@ -166,9 +185,11 @@ def _compile_ahead(names: list[str], setup: Setup) -> float:
 
 
 def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:  # no git here
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

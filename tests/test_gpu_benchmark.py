@@ -254,6 +254,11 @@ def test_parts_run_and_faults_cost_one_case(
         raise triton_bench.TritonError("out of resource: shared memory")
 
     late = gpu_run.Case(name="late", run=broken, least=1e6)
+    check = sys.modules["_gpu_check"]
+    monkeypatch.setattr(check, "FORMATS", (("int3-g64", 3),))
+    monkeypatch.setattr(check, "TOKENS", (2,))
+    monkeypatch.setattr(check, "ROWS", 48)
+    monkeypatch.setattr(check, "COLUMNS", (128,))
     monkeypatch.setattr(gpu_script, "LAYERS", (TINY,))
     monkeypatch.setattr(gpu_script, "SHAPES", (matrix,))
     monkeypatch.setattr(gpu_script, "ATTENTION", matrix)
@@ -277,7 +282,7 @@ def test_parts_run_and_faults_cost_one_case(
     assert len(reports) == len(names)
     last = json.loads(lines[-1])
     assert last == reports[-1]
-    assert [len(last[n]) for n in names] == [2, 0, 2, 4, 0]
+    assert [len(last[n]) for n in names] == [1, 2, 0, 2, 4, 0]
     assert last["left_out"] == ["late"]
     assert last["failed"] == [failed]
     assert (
@@ -287,8 +292,18 @@ def test_parts_run_and_faults_cost_one_case(
     assert (first["bf16 / 3-bit"], first["grouped_mm / 3-bit"], first["4-bit / 3-bit"]) == (None, None, 1)
     assert last["linear"][0]["bf16 / 3-bit"] == last["lattice"][0]["e8p-2 / 3-bit"] == 1
     text = page.read_text()
-    assert text.count("Fake, commit") == 3
+    assert text.count("Fake, commit") == 4
     assert "–" in text
+
+
+def test_a_wrong_kernel_is_found(gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, run = sys.modules["_gpu_check"], sys.modules["_gpu_run"]
+    monkeypatch.setattr(check, "TOKENS", (2,))
+    case = check.Check(format="int3-g64", rank=0, k=192, device=CPU)
+    right = check.ops.experts_gpu
+    monkeypatch.setattr(check.ops, "experts_gpu", lambda *args, **kwargs: right(*args, **kwargs) * 1.1)
+    with pytest.raises(check.WrongResultError, match=r"experts is off by 0\.(09|1)"):
+        case.row(run.Clock())
 
 
 def test_the_page_has_a_place_for_every_part(
@@ -296,10 +311,10 @@ def test_the_page_has_a_place_for_every_part(
 ) -> None:
     page = BENCHMARKS.parent / "docs" / "gpu.md"
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--markdown", str(page)])
-    assert gpu_script.parse_arguments().only[:2] == ["experts", "model"]
+    assert gpu_script.parse_arguments().only[:2] == ["check", "experts"]
     for wrong, words in (
-        (["--markdown", str(BENCHMARKS / "gpu.py")], "no markers gpu-experts"),
-        (["--only", "model,modle"], "modle: no such part; known are experts, model"),
+        (["--markdown", str(BENCHMARKS / "gpu.py")], "no markers gpu-check"),
+        (["--only", "model,modle"], "modle: no such part; known are check, experts, model"),
     ):
         monkeypatch.setattr(sys, "argv", ["gpu.py", *wrong])
         with pytest.raises(SystemExit):
@@ -338,6 +353,32 @@ def test_a_lost_gpu_ends_the_run(gpu_run: ModuleType, monkeypatch: pytest.Monkey
     cases = [gpu_run.Case(name=name, run=lambda clock: lost()) for name in "ab"]
     assert run.part(cases) == []
     assert [len(run.failed), run.left_out] == [1, ["b"]]
+    assert run.lost
+
+
+def test_a_new_process_goes_on_after_a_lost_gpu(
+    gpu_script: ModuleType, gpu_run: ModuleType, fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(gpu_script, "_compile_ahead", lambda names, setup: 0.0)
+    monkeypatch.setattr(gpu_script, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(gpu_script, "matmul_peak", lambda device: 1e12)
+    monkeypatch.setattr(gpu_run, "release", lost)
+    monkeypatch.setitem(
+        gpu_script.PARTS, "experts", lambda setup: [gpu_run.Case(name="a", run=lambda clock: lost())]
+    )
+    monkeypatch.setattr(gpu_script, "_commit", lambda: "1")
+    monkeypatch.setattr(gpu_script.subprocess, "run", lambda command, check: started.append(command))
+    asked = Namespace(quick=True, only=["experts", "model", "linear"], minutes=8, markdown=None)
+    (failed,) = gpu_script.measure(asked, CPU)
+    assert failed.startswith("a: RuntimeError: CUDA error")
+    ((_, _, *options),) = started
+    assert options[:3] == ["--only", "model,linear", "--minutes"]
+    assert 7.9 < float(options[3]) <= 8
+    assert options[4:] == ["--quick"]
 
 
 def test_tuning_passes_over_tiles_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,9 +265,11 @@ def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> "Pack":
 
     Raises ShapeError for a format that the GPU kernels do not compute, DeviceError when memory does not suffice.
     """
-    from trilobite.kernels import triton_layout
+    from trilobite.kernels import triton_layout, triton_rotated
 
-    return triton_layout.repack(rows)
+    pack = triton_layout.repack(rows)
+    triton_rotated.upload(w for row in rows for w in row if w is not None)
+    return pack
 
 
 def restore(pack: "Pack", shapes: Sequence[tuple[int, int]]) -> list[list[PackedWeight | None]]:

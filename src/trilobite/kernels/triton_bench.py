@@ -35,7 +35,7 @@ def spread_bytes(device: torch.device) -> int:
 
 
 def random_weight(n: int, k: int, fmt: AnyFormat, *, rank: int = 0, device: torch.device) -> PackedWeight:
-    """Random codes with scales of an ordinary matrix: [n, k], standard deviation about 0.02."""
+    """Random codes with scales of an ordinary matrix, which differ: [n, k], standard deviation about 0.02."""
     w = (
         _random_lattice(n, k, fmt, device)
         if isinstance(fmt, LatticeFormat)
@@ -46,7 +46,7 @@ def random_weight(n: int, k: int, fmt: AnyFormat, *, rank: int = 0, device: torc
     factors = [
         encode_factor(
             torch.randn(rank, length, device=device) * 0.01,
-            torch.full((rank, -(-length // 64)), 0.008, device=device),
+            0.008 * _around_one(rank, -(-length // 64), device=device),
             "int3",
         )
         for length in (n, k)
@@ -56,12 +56,15 @@ def random_weight(n: int, k: int, fmt: AnyFormat, *, rank: int = 0, device: torc
 
 def _random_affine(n: int, k: int, fmt: Format, device: torch.device) -> PackedWeight:
     tiles = torch.randint(0, 256, packed_shape(fmt, n, k), dtype=torch.uint8, device=device)
-    scale = 0.07 / 2**fmt.bits
-    meta = torch.full((16,), scale, device=device).half()
-    if not fmt.symmetric:
-        meta = torch.cat((meta, torch.full((16,), -scale * (2**fmt.bits - 1) / 2, device=device).half()))
-    tiles[..., tiles.shape[2] - 2 * meta.numel() :] = meta.view(torch.uint8)
+    scale = 0.07 / 2**fmt.bits * _around_one(*tiles.shape[:2], 16, device=device)
+    offset = () if fmt.symmetric else (-scale * (2**fmt.bits - 1) / 2,)
+    meta = torch.cat((scale, *offset), -1).half().view(torch.uint8)
+    tiles[..., tiles.shape[2] - meta.shape[2] :] = meta
     return PackedWeight(shape=(n, k), packed=tiles)
+
+
+def _around_one(*shape: int, device: torch.device) -> Tensor:
+    return 0.75 + 0.5 * torch.rand(shape, device=device)
 
 
 def _random_lattice(n: int, k: int, fmt: LatticeFormat, device: torch.device) -> PackedWeight:

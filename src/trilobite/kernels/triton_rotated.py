@@ -1,11 +1,13 @@
 """Lattice formats in the GPU layout: rotate the activations, multiply by codewords, rotate the sums back."""
 
+from collections.abc import Iterable
 from functools import cache, reduce
 
 import torch
 from torch import Tensor
 
 from trilobite.formats.incoherence import factors, hadamard_matrix
+from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import triton_codewords
 from trilobite.kernels.triton_calls import (
     Arguments,
@@ -47,6 +49,15 @@ def _core(n: int, device: torch.device) -> Tensor:
     """H_L: [L, L] int8 of +-1. Kept for good, as CUDA graphs hold its address."""
     made: Tensor = reduce(torch.kron, [hadamard_matrix(order) for order in _orders(n)[0]])
     return made.to(device)
+
+
+def upload(weights: Iterable[PackedWeight]) -> None:
+    """Put the tables of lattice formats on their GPU, beforehand: within a CUDA graph they would lie in its memory."""
+    for w in weights:
+        if w.lattice is not None:
+            triton_codewords.tables(w.packed.device)
+            for side in w.shape:
+                _core(side, w.packed.device)
 
 
 def run_rotated(

@@ -1,0 +1,101 @@
+"""Compare the GPU kernels with the reference, before anything is measured: interpreted they are tested, compiled not.
+
+Numbers of rows take every tile of the tables and every way to find slots; one matrix fills its last step over K, one
+does not; some slots name no expert.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from _gpu_rows import Row
+from _gpu_run import Case, Clock
+from torch import Tensor
+
+from trilobite.formats.weight import PackedWeight
+from trilobite.kernels import ops, reference
+from trilobite.kernels.expert_table import build
+from trilobite.kernels.triton_bench import random_weight
+from trilobite.recipe import parse_format
+
+FORMATS = (
+    ("int3-g64", 0),
+    ("int3-g64", 20),
+    ("int4-g128-sym", 0),
+    ("int8-channel-sym", 0),
+    ("e8p-2", 0),
+    ("e8p-3", 20),
+)
+"""Formats and ranks."""
+TOKENS = (1, 3, 12, 40, 300)
+EXPERTS, ACTIVE = 8, 2
+ROWS, COLUMNS = 320, (384, 512)
+LIMITS = {"linear": 1e-2, "experts": 3e-2}
+"""Relative errors of sums of bf16 numbers, and of a layer that rounds what lies between its products."""
+CPU = torch.device("cpu")
+
+
+class WrongResultError(Exception):
+    """A kernel computes something else than the reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One format, rank and width K."""
+
+    format: str
+    rank: int
+    k: int
+    device: torch.device
+
+    def row(self, clock: Clock) -> Row:
+        """The worst error of each operator. Raises WrongResultError for one above its limit."""
+        worst = {"linear": 0.0, "experts": 0.0}
+        for tokens in TOKENS:
+            for name, run in (("linear", self._linear), ("experts", self._experts)):
+                found, expected = run(tokens)
+                if not clock.dry:
+                    worst[name] = max(worst[name], _error(found, expected))
+        for name, error in worst.items():
+            if not error < LIMITS[name]:
+                raise WrongResultError(f"{name} is off by {error:.2g}, at most {LIMITS[name]:g} is rounding")
+        return {"format": self.format, "rank": self.rank, "K": self.k} | {
+            f"{name}, 1e-3": error * 1e3 for name, error in worst.items()
+        }
+
+    def _linear(self, tokens: int) -> tuple[Tensor, Tensor]:
+        w, x = self._weight(ROWS, self.k), torch.randn(tokens, self.k).bfloat16()
+        found = ops.linear_gpu(x.to(self.device), ops.repack([[self._there(w)]]), None, ROWS)
+        return found, reference.linear(x, w)
+
+    def _experts(self, tokens: int) -> tuple[Tensor, Tensor]:
+        h, i = self.k, COLUMNS[0]
+        weights = [[self._weight(*s) for s in ((i, h), (i, h), (h, i))] for _ in range(EXPERTS)]
+        x = torch.randn(tokens, h).bfloat16()
+        index = torch.rand(tokens, EXPERTS + 1).topk(ACTIVE).indices  # the last one is nobody
+        share = torch.rand(tokens, ACTIVE).bfloat16()
+        slab, table = build([(gate, up, down) for gate, up, down in weights])
+        expected = reference.experts(x, index, share, slab, table, None, None, i, "silu")
+        pack = ops.repack([[self._there(w) for w in row] for row in weights])
+        there = (t.to(self.device) for t in (x, index, share))
+        return ops.experts_gpu(*there, pack, intermediate=i, activation="silu"), expected
+
+    def _weight(self, n: int, k: int) -> PackedWeight:
+        return random_weight(n, k, parse_format(self.format), rank=self.rank, device=CPU)
+
+    def _there(self, w: PackedWeight) -> PackedWeight:
+        parts = {f.name: getattr(w, f.name) for f in fields(w)}
+        return replace(w, **{name: t.to(self.device) for name, t in parts.items() if isinstance(t, Tensor)})
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    difference = (found.cpu().double() - expected.double()).norm()
+    return float(difference / expected.double().norm())
+
+
+def check_cases(device: torch.device) -> Iterator[Case]:
+    """A case for each format, rank and K."""
+    for name, rank in FORMATS:
+        for k in COLUMNS:
+            check = Check(format=name, rank=rank, k=k, device=device)
+            yield Case(name=f"check of {name}, rank {rank}, K = {k}", run=check.row)
