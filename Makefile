@@ -1,6 +1,7 @@
 # make demo   installs, compresses the small model that ships with the project, prints what it cost, generates text
 # make test   installs, lints, type-checks, runs the tests
 # make sanitize   builds the native library with ASan and UBSan and fuzzes it
+# make old-triton   compiles GPU kernels with the oldest Triton that the package takes
 # make emulate    builds it for ARM and fuzzes it under QEMU (g++-aarch64-linux-gnu, qemu-user)
 VENV ?= .venv
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 # CPU machines of this project have this build of torch at hand; the package itself accepts a range.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint format install clean sanitize emulate
+.PHONY: demo test lint format install clean sanitize old-triton emulate
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +33,10 @@ test: lint
 
 sanitize: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/sanitize.sh 100
+
+old-triton: install
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
+	PYTHONPATH=$(abspath build/triton-3.6) $(BIN)/python -m pytest tests/test_gpu_benchmark.py -k ahead_of_time
 
 emulate: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100

@@ -470,7 +470,8 @@ def test_kernels_compile_ahead_of_time(arch: str, tmp_path: Path) -> None:
         "    assert name in ('combine', 'spin') or 1 < r.per_weight < 5, r\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(BENCHMARKS), "TRITON_CACHE_DIR": str(tmp_path)}
+    path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment
     )
