@@ -15,7 +15,7 @@ import torch
 import yaml
 from architectures import build_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import MixtralForCausalLM, PreTrainedTokenizerFast
 
 import trilobite
 from trilobite import cli
@@ -288,6 +288,20 @@ def test_a_compiled_step_is_for_gpus(run: Run, packed: Path, monkeypatch: pytest
     assert "waits for the compiler" in fixed.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("the sea\nthe sea\n"))
     assert run("chat", packed, "-n", 8, "--compile").err.count("tokens/s") == 2
+
+
+def test_a_text_too_long_for_the_gpu_is_one_line(
+    run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(MixtralForCausalLM, "generate", no_memory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 10**7, 10**9))
+    failed = run("generate", packed, "the sea", "-n", 8)
+    assert failed.status == 1
+    assert failed.err.startswith("error: a text of up to 15 tokens does not fit beside the model: 0.03 GB")
+    assert failed.err.count("\n") == 1
 
 
 def test_generate_stops_where_the_context_ends(run: Run, original: Path) -> None:

@@ -3,7 +3,8 @@
 generate(model, tokenizer, "The sea", tokens=64, sampling=Sampling()).text
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TextStreamer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from trilobite.errors import EvaluationError
+from trilobite.errors import DeviceError, EvaluationError
 from trilobite.runtime.cache import TextCache
 
 OnText = Callable[[str], None]
@@ -87,25 +88,28 @@ def continue_ids(
     on_text: OnText | None = None,
     cache: TextCache | None = None,
 ) -> Generated:
-    """Continue token ids [1, T] int64. Raises EvaluationError as `generate` does."""
+    """Continue token ids [1, T] int64. Raises EvaluationError as `generate` does, DeviceError where memory ends."""
     room = _room(model, ids)
     most = min(tokens, room)
-    past = None if cache is None else cache.ready(ids, ids.shape[1] + most, context_length(model))
+    length = ids.shape[1] + most
+    with _memory_for(length, model.device):
+        past = None if cache is None else cache.ready(ids, length, context_length(model))
     remembered = 0 if past is None else int(past.get_seq_length())
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
     streamer = _Streamer(tokenizer, on_text)
     ids = ids.to(model.device)
     started = perf_counter()
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=past,
-        max_new_tokens=most,
-        streamer=streamer,
-        pad_token_id=_first(model.generation_config.pad_token_id, model.generation_config.eos_token_id),
-        **sampling.settings(),
-    )
+    with _memory_for(length, model.device):
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=past,
+            max_new_tokens=most,
+            streamer=streamer,
+            pad_token_id=_first(model.generation_config.pad_token_id, model.generation_config.eos_token_id),
+            **sampling.settings(),
+        )
     if cache is not None and past is not None:
         cache.keep(past, output)
     made = streamer.times
@@ -120,6 +124,18 @@ def continue_ids(
         seconds=made[-1] - made[0] if made else 0.0,
         stop=stop,
     )
+
+
+@contextmanager
+def _memory_for(tokens: int, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        free = torch.cuda.mem_get_info(device)[0]
+        raise DeviceError(
+            f"a text of up to {tokens} tokens does not fit beside the model: {free / 1e9:.2f} GB of {device} are free; "
+            "ask for fewer tokens, shorten the prompt, or load with device='cpu'"
+        ) from e
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]
