@@ -1,6 +1,7 @@
 """Modules and tables around the GPU kernels: repacking on arrival, saving, tuning tables. Interpreted on the CPU."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,43 @@ def test_tiles_for_other_numbers_of_slots() -> None:
         2,
     )  # a compensator's scales change every 64 rows
     assert triton_tuning.fitted(few, 8).form == "factored"
+
+
+@pytest.mark.parametrize(
+    ("block_m", "bits", "step", "rank_bits", "changed"),
+    [
+        (8, 3, 64, 0, {}),
+        (16, 8, 64, 0, {"stages": 2}),
+        (16, 3, 32, 0, {"chunks": 2}),
+        (8, 3, 32, 0, {"registers": 255}),
+        (8, 16, 128, 3, {"stages": 2, "registers": 168}),
+    ],
+)
+def test_tiles_suit_what_they_multiply(
+    block_m: int,
+    bits: int,
+    step: int,
+    rank_bits: int,
+    changed: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_tuning, "OLD_TRITON", False)
+    tile = Tile(tokens=9, form="factored", block_n=32, block_m=block_m, chunks=4)
+    assert triton_tuning.suited(tile, bits, step, rank_bits) == replace(tile, **changed)
+    scaled = replace(tile, form="scaled", chunks=1)
+    stages = {"stages": changed["stages"]} if "stages" in changed else {}
+    assert triton_tuning.suited(scaled, bits, step, rank_bits) == replace(scaled, **stages)
+
+
+def test_older_tritons_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for old in (False, True):
+        monkeypatch.setattr(triton_tuning, "OLD_TRITON", old)
+        (*_, table, default) = triton_tuning.general("GPU")
+        assert default == "default"
+        assert (table in triton_tuning.shipped()) == old
+    for operation, tiles in triton_tuning.shipped()[table].items():
+        for tile in tiles:  # a warp takes a chunk, whole
+            assert tile.form != "factored" or tile.chunks == tile.warps, operation
 
 
 def test_the_most_particular_table_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,8 +236,10 @@ def suited(tile: Tile, bits: int, step: int, rank_bits: int) -> Tile:
         return tile
     if step == 32 and tile.block_m > 8:
         return replace(tile, chunks=max(1, tile.chunks // 2))
-    wanted = HALF if step == 32 else THIRD if rank_bits else 0
-    return replace(tile, registers=max(tile.registers, wanted))
+    if step == 32 or rank_bits:
+        wanted = HALF if step == 32 or OLD_TRITON else THIRD
+        return replace(tile, registers=max(tile.registers, wanted))
+    return tile
 
 
 @contextmanager
