@@ -51,7 +51,8 @@ class GrowingCache:
         known = min(self._common(ids[0]), ids.shape[1] - 1)
         if cache is None or known == 0:
             return DynamicCache(config=self.config)
-        cache.crop(known - int(cache.get_seq_length()))
+        if (surplus := int(cache.get_seq_length()) - known) > 0:
+            cache.crop(-surplus)  # 0 would be all in some versions of transformers
         return cache
 
     def _common(self, ids: Tensor) -> int:
