@@ -270,7 +270,7 @@ def add_compensator(
     """acc + U z for blocks first .. last - 1 of ranks; z = V x, in Z_SPLITS partial sums [Z_SPLITS, S, R_MAX] fp32."""
     STORED: tl.constexpr = factor_bits(BITS)
     IN: tl.constexpr = tl.float32 if FORM == "lanes" else DTYPE
-    UNIT: tl.constexpr = 1.0 if BITS == 16 else unit_of(STORED, IN)
+    UNIT: tl.constexpr = unit_of(STORED, IN)
     MIDDLE: tl.constexpr = 0.0 if BITS == 16 else bias_of(STORED, IN) + 2.0 ** (BITS - 1)
     R = tl.load(p_row + RANK).to(tl.int32)
     p_words = p_slab + tl.multiple_of(tl.load(p_row + U_WORDS), 32)

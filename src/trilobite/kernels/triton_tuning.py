@@ -231,15 +231,17 @@ def suited(tile: Tile, bits: int, step: int, rank_bits: int) -> Tile:
     Wide words take a stage less, so that shared memory suffices on GPUs with 99 KB. Groups of 32 have twice as many sums
     in flight: half the chunks, or more registers, which compensators (rank_bits > 0) need too.
     """
-    tile = replace(tile, stages=max(1, tile.stages - (bits >= WIDE)))
-    if tile.form != "factored":
-        return tile
-    if step == 32 and tile.block_m > 8:
-        return replace(tile, chunks=max(1, tile.chunks // 2))
-    if step == 32 or rank_bits:
-        wanted = HALF if step == 32 or OLD_TRITON else THIRD
-        return replace(tile, registers=max(tile.registers, wanted))
-    return tile
+    stages, chunks, registers = tile.stages, tile.chunks, tile.registers
+    if bits >= WIDE:
+        stages = max(1, stages - 1)
+    if tile.form == "factored":
+        if step == 32 and tile.block_m > 8:
+            chunks = max(1, chunks // 2)
+        elif step == 32 or rank_bits:
+            registers = max(registers, HALF if step == 32 or OLD_TRITON else THIRD)
+    if (stages, chunks, registers) == (tile.stages, tile.chunks, tile.registers):
+        return tile  # mostly so, and this runs before every launch
+    return replace(tile, stages=stages, chunks=chunks, registers=registers)
 
 
 @contextmanager
