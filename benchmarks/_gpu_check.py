@@ -28,8 +28,8 @@ FORMATS = (
 )
 """Formats and ranks."""
 TOKENS = (1, 3, 12, 40, 300)
-EXPERTS, ACTIVE = 8, 2
-ROWS, COLUMNS = 320, (384, 512)
+ACTIVE = 2
+COLUMNS = (384, 512)
 LIMITS = {"linear": 1e-2, "experts": 3e-2}
 """Relative errors of sums of bf16 numbers, and of a layer that rounds what lies between its products."""
 CPU = torch.device("cpu")
@@ -41,21 +41,29 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One format, rank and width K."""
+    """One format, rank and width K. rows: of a linear layer    experts, intermediate: of a layer of experts"""
 
     format: str
     rank: int
     k: int
     device: torch.device
+    rows: int = 320
+    experts: int = 8
+    intermediate: int = COLUMNS[0]
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return f"{self.format}, rank {self.rank}, K = {self.k}"
 
     def row(self, clock: Clock) -> Row:
         """The worst error of each operator. Raises WrongResultError for one above its limit."""
         worst = {"linear": 0.0, "experts": 0.0}
         for tokens in TOKENS:
-            for name, run in (("linear", self._linear), ("experts", self._experts)):
-                found, expected = run(tokens)
+            for name in worst:
+                found, expected = self.run(name, tokens)
                 if not clock.dry:
-                    worst[name] = max(worst[name], _error(found, expected))
+                    worst[name] = max(worst[name], relative_error(found, expected))
         for name, error in worst.items():
             if not error < LIMITS[name]:
                 raise WrongResultError(f"{name} is off by {error:.2g}, at most {LIMITS[name]:g} is rounding")
@@ -63,16 +71,20 @@ class Check:
             f"{name}, 1e-3": error * 1e3 for name, error in worst.items()
         }
 
+    def run(self, operator: str, tokens: int) -> tuple[Tensor, Tensor]:
+        """What the kernels compute, and what is right."""
+        return self._linear(tokens) if operator == "linear" else self._experts(tokens)
+
     def _linear(self, tokens: int) -> tuple[Tensor, Tensor]:
-        w, x = self._weight(ROWS, self.k), torch.randn(tokens, self.k).bfloat16()
-        found = ops.linear_gpu(x.to(self.device), ops.repack([[self._there(w)]]), None, ROWS)
+        w, x = self._weight(self.rows, self.k), torch.randn(tokens, self.k).bfloat16()
+        found = ops.linear_gpu(x.to(self.device), ops.repack([[self._there(w)]]), None, self.rows)
         return found, reference.linear(x, w)
 
     def _experts(self, tokens: int) -> tuple[Tensor, Tensor]:
-        h, i = self.k, COLUMNS[0]
-        weights = [[self._weight(*s) for s in ((i, h), (i, h), (h, i))] for _ in range(EXPERTS)]
+        h, i = self.k, self.intermediate
+        weights = [[self._weight(*s) for s in ((i, h), (i, h), (h, i))] for _ in range(self.experts)]
         x = torch.randn(tokens, h).bfloat16()
-        index = torch.rand(tokens, EXPERTS + 1).topk(ACTIVE).indices  # the last one is nobody
+        index = torch.rand(tokens, self.experts + 1).topk(ACTIVE).indices  # the last one is nobody
         share = torch.rand(tokens, ACTIVE).bfloat16()
         slab, table = build([(gate, up, down) for gate, up, down in weights])
         expected = reference.experts(x, index, share, slab, table, None, None, i, "silu")
@@ -88,7 +100,8 @@ class Check:
         return replace(w, **{name: t.to(self.device) for name, t in parts.items() if isinstance(t, Tensor)})
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Of all elements together."""
     difference = (found.cpu().double() - expected.double()).norm()
     return float(difference / expected.double().norm())
 
@@ -98,4 +111,4 @@ def check_cases(device: torch.device) -> Iterator[Case]:
     for name, rank in FORMATS:
         for k in COLUMNS:
             check = Check(format=name, rank=rank, k=k, device=device)
-            yield Case(name=f"check of {name}, rank {rank}, K = {k}", run=check.row)
+            yield Case(name=f"check of {check.name}", run=check.row)

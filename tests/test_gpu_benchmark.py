@@ -257,8 +257,8 @@ def test_parts_run_and_faults_cost_one_case(
     check = sys.modules["_gpu_check"]
     monkeypatch.setattr(check, "FORMATS", (("int3-g64", 3),))
     monkeypatch.setattr(check, "TOKENS", (2,))
-    monkeypatch.setattr(check, "ROWS", 48)
     monkeypatch.setattr(check, "COLUMNS", (128,))
+    monkeypatch.setattr(check, "Check", partial(check.Check, rows=48, intermediate=128))
     monkeypatch.setattr(gpu_script, "LAYERS", (TINY,))
     monkeypatch.setattr(gpu_script, "SHAPES", (matrix,))
     monkeypatch.setattr(gpu_script, "ATTENTION", matrix)
@@ -469,19 +469,14 @@ def test_kernels_compile_ahead_of_time(arch: str, tmp_path: Path) -> None:
         "    assert r.spilled == 0 and r.shared < 99 * 1024, r\n"
         "    assert name in ('combine', 'spin') or 1 < r.per_weight < 5, r\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+    run_compiler(code, tmp_path)
 
 
 def run_compiler(code: str, cache: Path) -> str:
     """Run code in a process in which Triton compiles. returns: what it printed."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(BENCHMARKS), "TRITON_CACHE_DIR": str(cache)}
+    path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
     script = cache / "script.py"  # a file, which workers can import
     script.write_text(code)
     done = subprocess.run(
@@ -522,6 +517,57 @@ if __name__ == "__main__":
     print(hits)
 """
     assert run_compiler(code, tmp_path).splitlines()[-1] == "[True, True, True, True, False]"
+
+
+@pytest.mark.parametrize(("arch", "tokens"), [("80", "3"), ("90", "40")])
+def test_compiled_kernels_agree_with_the_reference(arch: str, tokens: str, tmp_path: Path) -> None:
+    """What Triton makes of them runs in an emulator: few rows, and as many as tensor cores of a newer kind take."""
+    code = f"""
+import sys, gpu_emulate
+if __name__ == "__main__":
+    sys.argv[1:] = ["--quick", "--arch", "{arch}", "--tokens", "{tokens}", "--jobs", "2"]
+    gpu_emulate.main()
+"""
+    found = json.loads(run_compiler(code, tmp_path).splitlines()[-1])
+    assert (found["cases"], found["failed"]) == (4, 0)
+    every = {"product", "gate_up", "activate", "combine", "route", "spin", "lattice_product", "spin_back"}
+    assert every <= set(found["launches"])
+
+
+def test_emulated_kernels_need_their_barriers_and_waits(tmp_path: Path) -> None:
+    """Without them the emulator sees a race: so it would see one in a kernel that lacks them."""
+    code = """
+from dataclasses import replace
+import _ahead, gpu_emulate
+from ptx import emulator
+
+_ahead.pretend(90)
+case = next(c for c in gpu_emulate.cases(True, (40,)) if c.operator == "linear")
+parse = emulator.parse
+
+def without(name, kind):
+    def changed(text):
+        program = parse(text)
+        nothing = replace(program.instructions[0], name="fence", types=(), operands=(), predicate=None)
+        program.instructions = [
+            nothing if i.name == name and kind in i.types else i for i in program.instructions
+        ]
+        return program
+    return changed
+
+for name, kind in (("-", "-"), ("bar", "sync"), ("cp", "wait_group"), ("wgmma", "wait_group")):
+    emulator.parse = without(name, kind)
+    print(gpu_emulate.emulate(case).failure)
+"""
+    none, *failures = run_compiler(code, tmp_path).splitlines()
+    assert none == ""
+    expected = (
+        "race: a read of what another warp wrote",
+        "still to write",
+        "a write to what a tensor core may still read",
+    )
+    for failure, message in zip(failures, expected, strict=True):
+        assert message in failure
 
 
 def test_compilations_cover_the_forms_that_layers_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,12 +83,13 @@ def test_every_format(fmt: str, k: int, tile: Tile) -> None:
     [
         (1, LANES),
         (3, replace(LANES, block_m=2)),
+        (5, replace(LANES, block_m=4)),
         (1, DOT),
         (17, DOT),
         (9, replace(FOUR, block_m=8)),
         (70, SCALED),
     ],
-    ids=["1", "3", "1-dot", "17", "9-four", "70"],
+    ids=["1", "3", "5", "1-dot", "17", "9-four", "70"],
 )
 @pytest.mark.parametrize("fmt", ["int3-g64", "int8-g32-sym"])
 def test_every_type_and_size(dtype: torch.dtype, tokens: int, tile: Tile, fmt: str) -> None:

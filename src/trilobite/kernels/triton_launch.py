@@ -20,14 +20,25 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launch as recorded: everything that decides about the machine code."""
+    """One launch as recorded: how many programs, and everything that decides about their machine code."""
 
     kernel: Any
+    grid: tuple[int, ...]
     arguments: dict[str, Any]
     constants: dict[str, Any]
     warps: int
     stages: int
     registers: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton's launcher takes beside arguments and constants."""
+        return {
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "enable_fp_fusion": True,
+            "maxnreg": self.registers or None,
+        }
 
 
 _listener: Callable[[Launch], None] | None = None
@@ -43,38 +54,31 @@ def launch(
     registers: int = 0,
 ) -> None:
     """Run a kernel on a grid of programs. constants: its `tl.constexpr` parameters; STAGES pipelines its loop."""
-    stages = constants.get("STAGES", 1)
+    call = Launch(
+        kernel=kernel,
+        grid=grid,
+        arguments=arguments,
+        constants=constants,
+        warps=warps,
+        stages=constants.get("STAGES", 1),
+        registers=registers,
+    )
     if _listener is not None:
-        _listener(
-            Launch(
-                kernel=kernel,
-                arguments=arguments,
-                constants=constants,
-                warps=warps,
-                stages=stages,
-                registers=registers,
-            )
-        )
+        _listener(call)
         return
     if 0 in grid:
         return
     device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
-    options = {
-        "num_warps": warps,
-        "num_stages": stages,
-        "enable_fp_fusion": True,
-        "maxnreg": registers or None,
-    }
     if device.type == "cuda":
         with torch.cuda.device(device):
-            kernel[grid](**arguments, **constants, **options)
+            kernel[grid](**arguments, **constants, **call.options)
     else:
-        kernel[grid](**arguments, **constants, **options)
+        kernel[grid](**arguments, **constants, **call.options)
 
 
 @contextmanager
 def recording(listener: Callable[[Launch], None]) -> Iterator[None]:
-    """Hand launches to `listener` instead of running them; results are then undefined."""
+    """Hand launches to `listener` instead of running them; results are undefined unless it does."""
     global _listener
     _listener = listener
     try:

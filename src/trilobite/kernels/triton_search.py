@@ -23,7 +23,7 @@ from trilobite.kernels.triton_layout import repack
 from trilobite.kernels.triton_tuning import CANDIDATES, Table, Tile
 from trilobite.recipe import Format
 
-KINDS = ((2, ("lanes", "small")), (8, ("small",)), (32, ("small", "medium")), (math.inf, ("medium", "large")))
+KINDS = ((4, ("lanes", "small")), (8, ("small",)), (32, ("small", "medium")), (math.inf, ("medium", "large")))
 """The `CANDIDATES` that are tried for at most so many rows."""
 
 
@@ -49,7 +49,7 @@ def tune(device: torch.device, report: Callable[[str], None]) -> tuple[str, Tabl
         return [linear_calls(matrix, 4096, 4096, each)]
 
     for operation, sizes, calls_at in (
-        ("linear", (1, 2, 8, 16, 32, 64, 256), linear_at),
+        ("linear", (1, 2, 4, 8, 16, 32, 64, 256), linear_at),
         ("gate_up", (1, 4, 16, 32, 128), experts_at),
         ("down", (1, 4, 16, 32, 128), experts_at),
     ):

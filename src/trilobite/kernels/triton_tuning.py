@@ -68,7 +68,7 @@ def _tile(form: str, block_n: int, block_m: int, chunks: int, warps: int, stages
 
 
 CANDIDATES = {
-    "lanes": tuple(_tile("lanes", n, m, 1, 4, 2) for n, m in ((64, 1), (64, 2))),
+    "lanes": tuple(_tile("lanes", n, m, 1, 4, 2) for n, m in ((64, 1), (64, 2), (64, 4))),
     "small": tuple(
         _tile("factored", n, m, c, w, s)
         for m in (8, 16)
@@ -87,7 +87,7 @@ CANDIDATES = {
         for n, m, s in ((128, 64, 3), (128, 128, 3), (64, 64, 4), (128, 128, 4))
     ),
 }
-"""What `trilobite bench --tune` tries: without tensor cores for 1 and 2 rows, up to 16 rows, up to 32, and above.
+"""What `trilobite bench --tune` tries: without tensor cores for 1 to 4 rows, up to 16 rows, up to 32, and above.
 
 The form without tensor cores takes 7 to 10 instructions a weight, the factored one 2.5 to 3 (docs/gpu.md): a GPU with
 little bandwidth for its clock may still prefer it, so it is tried, and the defaults do without it.
