@@ -16,7 +16,10 @@ constexpr int MAX_PHASES = 8;
 // its reads sequential, and then takes what others have left.
 class Team {
  public:
-  explicit Team(int count) : count_(count) {}
+  explicit Team(int count) : count_(count) {
+    for (auto &phase : taken_)
+      for (int i = 0; i < count; i++) phase[i].next.store(0, std::memory_order_relaxed);
+  }
   int count() const { return count_; }
   // Runs task(i) for i in [0, tasks), shared by all threads; returns when all tasks are done. Every thread of the team
   // must make the same calls; `phase` numbers them from 0.
@@ -25,7 +28,7 @@ class Team {
  private:
   void wait_for_all();
 
-  struct alignas(64) Counter { std::atomic<int64_t> next{0}; };
+  struct alignas(64) Counter { std::atomic<int64_t> next; };
   const int count_;
   Counter taken_[MAX_PHASES][MAX_THREADS];
   alignas(64) std::atomic<int> arrived_{0};

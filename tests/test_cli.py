@@ -405,6 +405,18 @@ def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp
     assert sum(ranks) > 0
 
 
+def test_what_is_wrong_is_said_before_the_work(
+    run: Run, original: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trilobite.load", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    refused = run("eval", original, "--text", text, "--tasks", "pqia", "--data", tmp_path)
+    assert refused.status == 1
+    assert "task 'pqia': unknown" in refused.err
+    refused = run("stats", original, "--text", text, "-o", tmp_path / "none" / "x.json")
+    assert refused.status == 2
+    assert "there is no folder" in refused.err
+
+
 # Mistakes.
 
 
@@ -606,6 +618,7 @@ def test_compress_with_kept_hessians(run: Run, original: Path, prose: Path, tmp_
         (["-r", "gptq3", "--calibration", "TEXT", "--propagate", "both"], 1, "expected one of quantized"),
         (["-r", "gptq3", "--calibration", "TEXT", "--save-hessians", "H"], 1, "add --propagate original"),
         (["-r", "gptq3", "--hessians", "no/such"], 1, "holds no manifest.json"),
+        (["-r", "gptq3", "--hessians", "H", "--seed", "4"], 2, "--seed goes with --calibration"),
         (["-r", "gptq3", "--save-hessians", "H"], 1, "needs a text"),
     ],
 )

@@ -211,7 +211,9 @@ def test_wikitext_against_a_plain_computation(model, tokenizer, data):
         nll -= sum(log_p[t, ids[t + 1]].item() for t in range(len(ids) - 1))
         words += len(page.split()) + 2  # lm_eval's split counts an empty word at both ends
         size += len(page.encode())
-    result = run_tasks(model, tokenizer, ["wikitext2"], data=data, limit=None, batch=2)["wikitext2"]
+    result = run_tasks(model, tokenizer, load_tasks(["wikitext2"], data=data), limit=None, batch=2)[
+        "wikitext2"
+    ]
     assert result["n"] == 2
     assert result["word_perplexity"] == pytest.approx(math.exp(nll / words), rel=1e-4)
     assert result["byte_perplexity"] == pytest.approx(math.exp(nll / size), rel=1e-4)
@@ -219,7 +221,7 @@ def test_wikitext_against_a_plain_computation(model, tokenizer, data):
 
 
 def test_every_task_runs(model, tokenizer, data, capsys):
-    results = run_tasks(model, tokenizer, list(TASKS), data=data, limit=4, batch=8)
+    results = run_tasks(model, tokenizer, load_tasks(list(TASKS), data=data), limit=4, batch=8)
     json.dumps(results, allow_nan=False)
     assert [name for name in results if not name.startswith("mmlu_")] == list(TASKS)
     assert results["wikitext2"]["n"] == 2
@@ -236,7 +238,7 @@ def test_every_task_runs(model, tokenizer, data, capsys):
 
 
 def test_one_item_has_no_standard_error(model, tokenizer, data):
-    result = run_tasks(model, tokenizer, ["arc_easy"], data=data, limit=1, batch=1)["arc_easy"]
+    result = run_tasks(model, tokenizer, load_tasks(["arc_easy"], data=data), limit=1, batch=1)["arc_easy"]
     assert set(result) == {"acc", "acc_norm", "n"}
 
 
@@ -245,16 +247,16 @@ def test_broken_logits_are_not_a_result(tokenizer, data):
     with torch.no_grad():
         broken.lm_head.weight.fill_(math.nan)
     with pytest.raises(EvaluationError, match=r"wikitext2: .* is NaN"):
-        run_tasks(broken, tokenizer, ["wikitext2"], data=data, limit=1, batch=1)
+        run_tasks(broken, tokenizer, load_tasks(["wikitext2"], data=data), limit=1, batch=1)
 
 
 def test_unknown_task_and_limit(model, tokenizer, data):
     with pytest.raises(EvaluationError, match=r"task 'pica': unknown; known are arc_easy, .*, winogrande$"):
-        run_tasks(model, tokenizer, ["piqa", "pica"], data=data, limit=1, batch=1)
+        run_tasks(model, tokenizer, load_tasks(["piqa", "pica"], data=data), limit=1, batch=1)
     with pytest.raises(EvaluationError, match=r"--limit"):
-        run_tasks(model, tokenizer, ["piqa"], data=data, limit=0, batch=1)
+        run_tasks(model, tokenizer, load_tasks(["piqa"], data=data), limit=0, batch=1)
     with pytest.raises(EvaluationError, match=r"not a folder"):
-        run_tasks(model, tokenizer, ["piqa"], data=data / "piqa.jsonl", limit=1, batch=1)
+        run_tasks(model, tokenizer, load_tasks(["piqa"], data=data / "piqa.jsonl"), limit=1, batch=1)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -303,10 +305,10 @@ def test_damaged_file(name, file, content, message, tmp_path):
     assert str(path) in str(e.value)
 
 
-def test_without_lm_eval(model, tokenizer, data, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+def test_without_lm_eval(data, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(MissingExtraError, match=r'pip install "trilobite\[eval\]"'):
-        run_tasks(model, tokenizer, ["piqa"], data=data, limit=1, batch=1)
+        load_tasks(["piqa"], data=data)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no folder of shared data beside the checkout")
@@ -314,9 +316,8 @@ def test_the_real_files():
     folder = SHARED / "models/tiny-mixtral-outliers"
     real = AutoModelForCausalLM.from_pretrained(folder)
     some = ["hellaswag", "triviaqa", "wikitext2"]
-    results = run_tasks(
-        real, AutoTokenizer.from_pretrained(folder), some, data=SHARED / "data/eval", limit=2, batch=4
-    )
+    tasks = load_tasks(some, data=SHARED / "data/eval")
+    results = run_tasks(real, AutoTokenizer.from_pretrained(folder), tasks, limit=2, batch=4)
     assert {name: r["n"] for name, r in results.items()} == dict.fromkeys(some, 2)
     # a trained model predicts English better than four bits a byte; noise would need eight
     assert 1 < results["wikitext2"]["bits_per_byte"] < 4

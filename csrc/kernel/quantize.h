@@ -190,7 +190,7 @@ static void pack_block(const uint8_t (*step)[64], int bits, uint8_t *planes) {
 
 // Lanes l of m[i] <-> lane i of m[l]. Four rounds, each swapping blocks of half the size.
 static inline void transpose(Lanes m[ROWS]) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__) && !defined(__clang__)  // which has no __builtin_shuffle
 #define SWAP_BLOCKS(S)                                                                                               \
   {                                                                                                                  \
     Bits first, second;                                                                                              \

@@ -64,12 +64,13 @@ def evaluate(
         raise typer.BadParameter(f"--{'data' if data else 'limit'} goes with --tasks")
     from trilobite import load
     from trilobite.evaluate.measure import fitting_batch, score_file
-    from trilobite.evaluate.tasks import run_tasks
+    from trilobite.evaluate.tasks import load_tasks, run_tasks
     from trilobite.runtime.load import load_tokenizer
 
     found: dict[str, Any] = {"model": model}
     with quiet():
         on = usable_device(device)
+        ready = load_tasks(names, data=data) if names else {}
         loaded, tokenizer = load(model, device=on), load_tokenizer(model)
         if text is not None:
             original = load(reference, device=on) if reference else None
@@ -79,7 +80,7 @@ def evaluate(
             found |= {"text": str(text)} | _plain(score)
         if names:
             batch = batch or fitting_batch(loaded, context)
-            found["tasks"] = run_tasks(loaded, tokenizer, names, data=data, limit=limit, batch=batch)
+            found["tasks"] = run_tasks(loaded, tokenizer, ready, limit=limit, batch=batch)
     _print_found(found, json)
 
 
@@ -141,6 +142,8 @@ def stats(
     \b
     Example: trilobite stats deepseek-ai/deepseek-moe-16b-base --text sample.txt -o stats.json
     """
+    if not output.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{output}: there is no folder {output.parent}; make it first")
     from trilobite import load
     from trilobite.evaluate.frequency import save_frequency
     from trilobite.evaluate.measure import count_experts

@@ -196,6 +196,8 @@ def chosen_calibration(
         if given:
             raise typer.BadParameter(f"--{next(iter(given))} goes with --calibration")
         return None
+    if text is None and (unused := [name for name in ("samples", "context", "seed") if name in given]):
+        raise typer.BadParameter(f"--{unused[0]} goes with --calibration: --hessians were collected before")
     if "memory" in given:
         if not 0 <= given["memory"] < float("inf"):
             raise CalibrationError(f"memory {given['memory']}: expected GiB, 0 or more; change --memory")

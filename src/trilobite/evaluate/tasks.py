@@ -1,6 +1,7 @@
 """Benchmark tasks through lm_eval (the `eval` extra), from local files or from the Hugging Face hub.
 
-    run_tasks(model, tokenizer, ["piqa", "mmlu"], data=Path("eval"), limit=None, batch=8)["piqa"]["acc"]
+    tasks = load_tasks(["piqa", "mmlu"], data=Path("eval"))
+    run_tasks(model, tokenizer, tasks, limit=None, batch=8)["piqa"]["acc"]
 
 With `data`, the tasks are those of `task_files/`: they read that folder (`task_data` describes its files) and
 touch no network. Without it they are lm_eval's own, which download their data. Few-shot counts are those of
@@ -37,72 +38,75 @@ BOOTSTRAP_ITERATIONS = 1000
 def run_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: list[str],
+    tasks: dict[str, Any],
     *,
-    data: Path | None,
     limit: int | None,
     batch: int,
 ) -> dict[str, dict[str, float]]:
     """Run benchmark tasks one after another on a loaded model.
 
-    tasks: names from TASKS, or without `data` any that lm_eval knows    data: folder of the data files
+    tasks: of `load_tasks`    batch: sequences in a forward pass
     limit: only the first `limit` items of every task, and of every member of a group
-    batch: sequences in a forward pass
     returns: task -> {metric: value, metric_stderr: its standard error where there is one, "n": items scored};
         the members of a group follow it under their own names (mmlu, mmlu_anatomy, ...)
-    Raises EvaluationError for an unknown task, a missing or damaged data file, and a result that is NaN;
-    MissingExtraError when lm_eval is not installed.
+    Raises EvaluationError for a result that is NaN.
     """
-    try:
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as e:
-        raise MissingExtraError(
-            'tasks need lm_eval, which is not installed; pip install "trilobite[eval]"'
-        ) from e
+    from lm_eval.models.huggingface import HFLM
+
     if limit is not None and limit < 1:
         raise EvaluationError(f"limit {limit}: no items; use --limit 1 or more, or leave it out")
     results: dict[str, dict[str, float]] = {}
     with _quiet():
-        loaded = load_tasks(tasks, data=data)
         # a copy, because lm_eval gives the tokenizer a padding token
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch)
-        for name, task in loaded.items():
+        for name, task in tasks.items():
             results |= _run(lm, name, task, limit)
     return results
 
 
 def load_tasks(tasks: list[str], *, data: Path | None) -> dict[str, Any]:
-    """Build tasks with their data and few-shot counts, ready for `lm_eval.evaluate`.
+    """Build tasks with their data and few-shot counts, ready for `run_tasks`.
 
-    returns: task -> lm_eval's TaskDict (a group and its members, or one task). Raises as `run_tasks` does.
+    tasks: names from TASKS, or without `data` any that lm_eval knows    data: folder of the data files
+    returns: task -> lm_eval's TaskDict (a group and its members, or one task). Raises EvaluationError for an unknown
+    task, a missing or damaged data file; MissingExtraError when lm_eval is not installed.
     """
-    from lm_eval.tasks import TaskManager
+    with _quiet():
+        manager = _manager(data)
+        return {name: _load(manager, name, online=data is None) for name in tasks}
 
+
+def _manager(data: Path | None) -> Any:
+    """lm_eval's index of the tasks that there are: its own, or those that read a folder."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as e:
+        raise MissingExtraError(
+            'tasks need lm_eval, which is not installed; pip install "trilobite[eval]"'
+        ) from e
     if data is None:
-        manager = TaskManager()
-    elif data.is_dir():
-        manager = TaskManager(
-            include_path=str(TASK_FILES), include_defaults=False, metadata={"data": str(data)}
-        )
-    else:
+        return TaskManager()
+    if not data.is_dir():
         raise EvaluationError(f"{data}: not a folder; --data must name the folder of the task files")
-    loaded: dict[str, Any] = {}
-    for name in tasks:
-        known_as = name if data else ONLINE_NAMES.get(name, name)
-        if known_as not in manager.all_tasks:
-            more = "" if data else ", and all that `lm_eval ls tasks` prints"
-            raise EvaluationError(f"task {name!r}: unknown; known are {', '.join(TASKS)}{more}")
-        try:
-            loaded[name] = manager.load([known_as])
-        except TrilobiteError:
-            raise
-        except (OSError, ValueError) as e:  # what `datasets` raises without network, or without its cache
-            reason = " ".join(str(e).split())
-            raise EvaluationError(f"task {name!r}: cannot load its data ({reason}); use --data DIR") from e
-        for task in loaded[name]["tasks"].values():
-            if task.get_config("num_fewshot") is None:
-                task.set_config("num_fewshot", FEWSHOT.get(name, 0))
-            task.set_fewshot_seed(SEED)
+    return TaskManager(include_path=str(TASK_FILES), include_defaults=False, metadata={"data": str(data)})
+
+
+def _load(manager: Any, name: str, *, online: bool) -> Any:
+    known_as = ONLINE_NAMES.get(name, name) if online else name
+    if known_as not in manager.all_tasks:
+        more = ", and all that `lm_eval ls tasks` prints" if online else ""
+        raise EvaluationError(f"task {name!r}: unknown; known are {', '.join(TASKS)}{more}")
+    try:
+        loaded = manager.load([known_as])
+    except TrilobiteError:
+        raise
+    except (OSError, ValueError) as e:  # what `datasets` raises without network, or without its cache
+        reason = " ".join(str(e).split())
+        raise EvaluationError(f"task {name!r}: cannot load its data ({reason}); use --data DIR") from e
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config("num_fewshot", FEWSHOT.get(name, 0))
+        task.set_fewshot_seed(SEED)
     return loaded
 
 
