@@ -169,7 +169,8 @@ def test_tiles_for_other_numbers_of_slots() -> None:
         (16, 8, 64, 0, {"stages": 2}),
         (16, 3, 32, 0, {"chunks": 2}),
         (8, 3, 32, 0, {"registers": 255}),
-        (8, 16, 128, 3, {"stages": 2, "registers": 168}),
+        (8, 3, 64, 3, {"registers": 168}),
+        (8, 8, 64, 3, {"stages": 2}),
     ],
 )
 def test_tiles_suit_what_they_multiply(

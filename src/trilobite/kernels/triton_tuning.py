@@ -229,7 +229,7 @@ def suited(tile: Tile, bits: int, step: int, rank_bits: int) -> Tile:
     """The tile for codes of so many bits, at most, of which at least `step` columns share a scale.
 
     Wide words take a stage less, so that shared memory suffices on GPUs with 99 KB. Groups of 32 have twice as many sums
-    in flight: half the chunks, or more registers, which compensators (rank_bits > 0) need too.
+    in flight: half the chunks, or more registers, which compensators (rank_bits > 0) of narrow words need too.
     """
     stages, chunks, registers = tile.stages, tile.chunks, tile.registers
     if bits >= WIDE:
@@ -237,8 +237,10 @@ def suited(tile: Tile, bits: int, step: int, rank_bits: int) -> Tile:
     if tile.form == "factored":
         if step == 32 and tile.block_m > 8:
             chunks = max(1, chunks // 2)
-        elif step == 32 or rank_bits:
-            registers = max(registers, HALF if step == 32 or OLD_TRITON else THIRD)
+        elif step == 32 or (rank_bits and OLD_TRITON):
+            registers = max(registers, HALF)
+        elif rank_bits and bits < WIDE:
+            registers = max(registers, THIRD)
     if (stages, chunks, registers) == (tile.stages, tile.chunks, tile.registers):
         return tile  # mostly so, and this runs before every launch
     return replace(tile, stages=stages, chunks=chunks, registers=registers)
