@@ -182,7 +182,7 @@ def test_hessians_of_every_architecture(
     )
     compared = 0
     for m, wanted, tokens in whole_model_hessians(model, tmp_path / "source", ids):
-        if m.name not in store:
+        if store.missing([m.name]):
             continue
         h, note = store.get(m.name, m.shape[1])
         assert note["tokens"] == tokens, m.name
@@ -467,6 +467,116 @@ def test_collecting_is_resumed_block_by_block(
     assert (tmp_path / "h" / "hessians-00000.safetensors").stat().st_mtime_ns == first
     run(mixtral, tmp_path / "whole", replace(ground, save=None))
     assert digests(tmp_path / "dst") == digests(tmp_path / "whole")
+
+
+def only(recipe: Recipe, role: Role) -> Recipe:
+    rules = tuple(r if r.roles == (role,) else replace(r, method="rtn") for r in split(recipe).rules)
+    return replace(recipe, rules=rules)
+
+
+def split(recipe: Recipe) -> Recipe:
+    """A rule for each role."""
+    rules = (replace(rule, roles=(role,)) for rule in recipe.rules for role in rule.roles)
+    return replace(recipe, rules=tuple(rules))
+
+
+def test_another_recipe_adds_to_the_folder(mixtral: Path, text: Path, tmp_path: Path) -> None:
+    """What is there stays as it is, and only what it lacks is collected."""
+    ground = calibration(text, propagate="original")
+    saving, kept = replace(ground, save=tmp_path / "h"), Calibration(hessians=tmp_path / "h")
+    experts, attention = (only(load_recipe("gptq3"), role) for role in (Role.EXPERT, Role.ATTENTION))
+    run(mixtral, tmp_path / "experts", saving, experts)
+    before = digests(tmp_path / "h")
+    run(mixtral, tmp_path / "attention", saving, attention)
+    after = digests(tmp_path / "h")
+    assert all(after[name] == before[name] for name in before if name != "manifest.json")
+    assert {"hessians-00000-1.safetensors", "hessians-00001-1.safetensors"} == after.keys() - before.keys()
+    for name, recipe in (("experts", experts), ("attention", attention), ("all", load_recipe("gptq3"))):
+        run(mixtral, tmp_path / f"{name}-direct", ground, recipe)
+        run(mixtral, tmp_path / f"{name}-kept", kept, recipe)
+        assert digests(tmp_path / f"{name}-kept") == digests(tmp_path / f"{name}-direct")
+
+
+@pytest.mark.parametrize("damage", ["deleted", "cut", "empty", "another"])
+def test_a_lost_file_is_collected_again(mixtral: Path, text: Path, tmp_path: Path, damage: str) -> None:
+    ground = calibration(text, propagate="original", save=tmp_path / "h")
+    run(mixtral, tmp_path / "dst", ground)
+    path = tmp_path / "h" / "hessians-00000.safetensors"
+    if damage == "deleted":
+        path.unlink()
+    elif damage == "another":
+        save_file({"else": torch.ones(2)}, path)
+    else:
+        os.truncate(path, path.stat().st_size - 50 if damage == "cut" else 0)
+    whole = (tmp_path / "h" / "hessians-00001.safetensors").stat().st_mtime_ns
+    with pytest.raises(CalibrationError, match=r"cannot be read; collect the Hessians again"):
+        run(mixtral, tmp_path / "no", Calibration(hessians=tmp_path / "h"))
+    run(mixtral, tmp_path / "again", ground)
+    assert (tmp_path / "h" / "hessians-00001.safetensors").stat().st_mtime_ns == whole
+    run(mixtral, tmp_path / "kept", Calibration(hessians=tmp_path / "h"))
+    assert digests(tmp_path / "dst") == digests(tmp_path / "again") == digests(tmp_path / "kept")
+
+
+def test_two_runs_do_not_fill_one_folder(
+    mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused, and one that opened the folder before the first had ended sees what that added."""
+    ground = calibration(text, propagate="original", save=tmp_path / "h")
+    run(mixtral, tmp_path / "whole", replace(ground, save=tmp_path / "whole-h"))
+    source, wanted = open_source(str(mixtral)), draw_windows(open_source(str(mixtral)), ground).identity
+    early = HessianStore(tmp_path / "h", source=source.fingerprint(), calibration=wanted)
+    real = HessianStore.take
+
+    def take(self: HessianStore, *args: Any) -> Any:
+        with pytest.raises(DestinationError, match="another run is writing here; wait") as e, early.writing():
+            pass
+        assert "\n" not in str(e.value)
+        return real(self, *args)
+
+    monkeypatch.setattr(HessianStore, "take", take)
+    run(mixtral, tmp_path / "dst", ground)
+    with early.writing():
+        early.unseen(["a"])
+    assert not early.missing([t["name"] for t in read_report(tmp_path / "dst")["tensors"] if "proxy" in t])
+    (found,) = (HessianStore(tmp_path / h, source=source.fingerprint(), calibration=None) for h in ["h"])
+    assert found.missing(["a", "b"]) == {"b"}
+
+
+def test_a_failed_collection_leaves_no_temporary_file(
+    mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HessianStore, "take", lambda *_: pytest.fail("stop"))
+    with pytest.raises(pytest.fail.Exception):
+        run(mixtral, tmp_path / "dst", calibration(text, propagate="original", save=tmp_path / "h"))
+    assert not list((tmp_path / "h").glob("*.safetensors*")) + list((tmp_path / "h").glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        [],
+        None,
+        {"version": [1]},
+        {"calibration": []},
+        {"matrices": []},
+        {"matrices": {"a": 3}},
+        {"matrices": {"a": {}}},
+        {"matrices": {"a": {"tokens": 1, "file": 3, "tensor": "a"}}},
+        {"matrices": {"a": {"tokens": 1, "file": "a"}}},
+    ],
+    ids=str,
+)
+def test_manifests_of_another_shape(tmp_path: Path, change: Any) -> None:
+    good = {"version": 1, "source": "s", "calibration": {}, "matrices": {"a": {"tokens": 0}}}
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(good))
+    HessianStore(tmp_path, source="s", calibration={})
+    path.write_text(json.dumps(good | change if isinstance(change, dict) else change))
+    with pytest.raises(
+        CalibrationError, match=r"manifest.json: .*; delete .* collect the Hessians again"
+    ) as e:
+        HessianStore(tmp_path, source="s", calibration={})
+    assert "\n" not in str(e.value)
 
 
 def test_a_folder_that_cannot_be_written_to(

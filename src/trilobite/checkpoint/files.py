@@ -1,7 +1,8 @@
-"""Writing to disk: whole files or none, all of a buffer, and what to tell the user when there is no room."""
+"""Writing to disk: whole files or none, all of a buffer, one run at a time, and what to tell when there is no room."""
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,37 @@ def write_at(handle: int, data: memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file so that it is either absent or whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+def write_whole(path: Path, data: bytes, *, aside: Path | None = None) -> None:
+    """Write a small file so that it is either the old one or whole, after a power failure too.
+
+    aside: a folder of the same disk for what a kill leaves behind, default that of the file
+    """
+    temporary = (aside or path.parent) / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder, for as long as this process lives; raises DestinationError while one is in."""
+    import fcntl  # Windows lacks it, and can read what needs no lock
+
+    with (folder / ".lock").open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise DestinationError(
+                f"{folder}: another run is writing here; wait for it to end, or stop it"
+            ) from e
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 @contextmanager

@@ -8,6 +8,7 @@ config.json is not a checkpoint, for us and for everybody else.
     DST/.partial/identity.json   what is being made: plan, source fingerprint, versions
     DST/.partial/journal.jsonl   one line for every finished matrix, appended after its bytes are on disk
     DST/.partial/model-*.safetensors
+    DST/.partial/.lock           held by the run that writes
 """
 
 import json
@@ -16,20 +17,21 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trilobite.checkpoint.files import explained, write_at, write_whole
+from trilobite.checkpoint.files import explained, locked, write_at, write_whole
 from trilobite.checkpoint.layout import Shard, StoredTensor, Unit, make_shards
 from trilobite.checkpoint.source import DTYPES
 from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
 
 FORMAT_VERSION = 1
 PARTIAL = ".partial"
+IDENTITY = "identity.json"
 REPORT = "trilobite.json"
 SHARD_BYTES = 5 * 10**9
 COMMIT_SECONDS = 1.0
@@ -47,8 +49,8 @@ class PackedWriter:
     ) -> None:
         """Begin, or continue where an earlier run with the same identity stopped.
 
-        Raises DestinationError when DST holds something else, when the disk cannot hold the rest, or cannot be
-        written to.
+        Raises DestinationError when DST holds something else, when another run is writing it, when the disk cannot hold
+        the rest, or cannot be written to.
         """
         self.dst, self.work = dst, dst / PARTIAL
         self._shards = make_shards(units, shard_bytes)
@@ -58,14 +60,20 @@ class PackedWriter:
         self._committed = time.monotonic()
         self.done: dict[str, dict[str, Any]] = {}
         self._files: dict[str, int] = {}
-        with explained(dst):
+        with explained(dst), ExitStack() as lock, ExitStack() as handles:
+            _check_free(dst)
+            self.work.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(locked(self.work))
             _claim(dst, identity)
             self.done = _read_journal(self.work / "journal.jsonl", {u.name for u in units})
             self._check_space(units)
             self._place: dict[str, tuple[str, int]] = {}
             for shard in self._shards:
-                self._open(shard)
-            self._journal = (self.work / "journal.jsonl").open("ab")
+                self._open(shard, handles)
+            self._journal = os.open(self.work / "journal.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
+            handles.callback(os.close, self._journal)
+            self._journaled = os.fstat(self._journal).st_size
+            self._claimed, self._handles = lock.pop_all(), handles.pop_all()
 
     def _check_space(self, units: Sequence[Unit]) -> None:
         needed = sum(u.nbytes for u in units if u.name not in self.done) + 16 * 2**20
@@ -76,12 +84,13 @@ class PackedWriter:
                 "space and run the same command again: it continues"
             )
 
-    def _open(self, shard: Shard) -> None:
+    def _open(self, shard: Shard, handles: ExitStack) -> None:
         header = shard.header()
         path = self.work / shard.name
         if not path.exists() and (self.dst / shard.name).exists():
             path = self.dst / shard.name  # killed while the finished files were moving up
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handles.callback(os.close, handle)
         self._files[shard.name] = handle
         if os.fstat(handle).st_size != len(header) + shard.nbytes:
             os.ftruncate(handle, len(header) + shard.nbytes)
@@ -95,21 +104,19 @@ class PackedWriter:
         """Nothing to acquire: the constructor did."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Record what is finished and close the files; an unfinished checkpoint stays resumable."""
-        try:
-            self.commit()
-        finally:
-            with self._lock:
-                self._closed = True
-                if not self._writing:
-                    self._close()
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        """Record what is finished and close the files; an unfinished checkpoint stays resumable.
 
-    def _close(self) -> None:
-        self._journal.close()
-        for handle in self._files.values():
-            os.close(handle)
-        self._files.clear()
+        Raises DestinationError, unless the run has failed already.
+        """
+        with suppress(DestinationError) if failed else nullcontext(), self._claimed:
+            try:
+                self.commit()
+            finally:
+                with explained(self.dst), self._lock:
+                    self._closed = True
+                    if not self._writing:
+                        self._handles.close()
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -124,7 +131,7 @@ class PackedWriter:
             with self._lock:
                 self._writing -= 1
                 if self._closed and not self._writing:
-                    self._close()
+                    self._handles.close()
 
     def write(self, unit: Unit, tensors: Sequence[Tensor], record: Mapping[str, Any]) -> None:
         """Write one unit's tensors (in its order) and note it as finished, with what is to be remembered of it.
@@ -189,9 +196,10 @@ class PackedWriter:
             return
         for handle in self._files.values():
             os.fdatasync(handle)
-        self._journal.write("".join(json.dumps(row) + "\n" for row in self._pending).encode())
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
+        rows = "".join(json.dumps(row) + "\n" for row in self._pending).encode()
+        write_at(self._journal, memoryview(rows), self._journaled)
+        os.fsync(self._journal)
+        self._journaled += len(rows)
         self._pending.clear()
         self._committed = time.monotonic()
 
@@ -202,14 +210,17 @@ class PackedWriter:
         self.commit()
         with explained(self.dst):
             for companion in companions:
-                write_whole(self.dst / companion.name, companion.read_bytes())
+                self._add(companion.name, companion.read_bytes())
             for shard in self._shards:
                 if (self.work / shard.name).exists():
                     os.replace(self.work / shard.name, self.dst / shard.name)
-            write_whole(self.dst / "model.safetensors.index.json", _json(self._index()))
-            write_whole(self.dst / REPORT, report.encode())
-            write_whole(self.dst / "config.json", _json(config))
+            self._add("model.safetensors.index.json", _json(self._index()))
+            self._add(REPORT, report.encode())
+            self._add("config.json", _json(config))
             shutil.rmtree(self.work)
+
+    def _add(self, name: str, data: bytes) -> None:
+        write_whole(self.dst / name, data, aside=self.work)
 
     def _index(self) -> dict[str, Any]:
         names = {t.name: s.name for s in self._shards for u in s.units for t in u.tensors}
@@ -217,13 +228,21 @@ class PackedWriter:
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
 
 
-def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
-    """Make DST/.partial ours, or continue it; refuse a folder that holds anything else."""
+def _check_free(dst: Path) -> None:
+    """Refuse what is neither new nor empty nor an unfinished run."""
     if dst.exists() and not dst.is_dir():
         raise DestinationError(f"{dst}: is a file; the destination must be a new folder")
-    record = dst / PARTIAL / "identity.json"
+    begun = (dst / PARTIAL / IDENTITY).exists()
+    if not begun and dst.exists() and any(p.name != PARTIAL for p in dst.iterdir()):
+        raise DestinationError(f"{dst}: is not empty and holds no unfinished run; choose another destination")
+
+
+def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
+    """Make the locked DST/.partial ours, or continue it; refuse that of another run."""
+    _check_free(dst)  # again: the run that held the lock may have finished
+    record = dst / PARTIAL / IDENTITY
     if record.exists():
-        found = json.loads(record.read_bytes())
+        found = _read_identity(dst, record)
         differs = [key for key in identity if found.get(key) != identity[key]]
         if differs:
             raise DestinationError(
@@ -231,10 +250,20 @@ def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
                 "or choose another destination"
             )
         return
-    if dst.exists() and any(p.name != PARTIAL for p in dst.iterdir()):
-        raise DestinationError(f"{dst}: is not empty and holds no unfinished run; choose another destination")
-    record.parent.mkdir(parents=True, exist_ok=True)
     write_whole(record, _json(identity))
+
+
+def _read_identity(dst: Path, record: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(record.read_bytes())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise DestinationError(
+            f"{record}: damaged, the unfinished run cannot be continued; delete {dst} to begin afresh, or choose "
+            "another destination"
+        )
+    return found
 
 
 def _read_journal(path: Path, known: set[str]) -> dict[str, dict[str, Any]]:
@@ -248,7 +277,7 @@ def _read_journal(path: Path, known: set[str]) -> dict[str, dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             break
-        if not line.endswith(b"\n") or row.get("name") not in known:
+        if not line.endswith(b"\n") or not isinstance(row, dict) or row.get("name") not in known:
             break
         done[row["name"]] = row
         good += len(line)

@@ -9,7 +9,6 @@ The rank policy `frequency-r` of MiLo (arXiv:2504.02658, section 3.2.4) reads su
 
 import inspect
 import json
-import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trilobite.checkpoint.files import write_whole
 from trilobite.errors import DestinationError, EvaluationError
 
 INDEX_NAMES = ("top_k_index", "router_indices")
@@ -103,13 +103,8 @@ def save_frequency(
         "tokens": tokens,
         "layers": {str(layer): c for layer, c in counts.items()},
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        try:
-            temporary.write_text(json.dumps(document) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, (json.dumps(document) + "\n").encode())
     except OSError as e:
         raise DestinationError(f"{path}: cannot be written ({e.strerror}); choose another folder") from e
 

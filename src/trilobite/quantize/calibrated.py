@@ -55,16 +55,15 @@ class Calibrator:
         """Fill the folder of Hessians with what it lacks for these lines; one that is only taken from stays as it is."""
         store = self.store
         assert store is not None
-        if not self.calibration.save:
+        names = [line.matrix.name for line in lines]
+        if not self.calibration.save or not store.missing(names):
             return
-        places, unseen = self._places([line for line in lines if line.matrix.name not in store])
-        if unseen:
-            store.unseen([line.matrix.name for line in unseen])
-        # A block's file is made whole or not at all.
-        again = {self._block(place) for place in places.values()}
-        known, _ = self._places(lines)
-        todo = [x for x in lines if x.matrix.name in known and self._block(known[x.matrix.name]) in again]
-        self._loop(run, known, store).walk(todo)
+        with store.writing():
+            missing = store.missing(names)
+            places, unseen = self._places([line for line in lines if line.matrix.name in missing])
+            if unseen:
+                store.unseen([line.matrix.name for line in unseen])
+            self._loop(run, places, store).walk([line for line in lines if line.matrix.name in places])
 
     def distribute(
         self, lines: Sequence[PlanLine], run: Run, packer: PackingReceiver, tuner: Tuner | None = None
@@ -116,10 +115,6 @@ class Calibrator:
             else:
                 places[line.matrix.name] = place
         return places, unseen
-
-    def _block(self, place: Place) -> int | None:
-        assert self._model is not None
-        return self._model.block_of(place)
 
 
 def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> Calibrator | None:
