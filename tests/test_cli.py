@@ -413,7 +413,7 @@ def test_what_is_wrong_is_said_before_the_work(
     assert refused.status == 1
     assert "task 'pqia': unknown" in refused.err
     refused = run("stats", original, "--text", text, "-o", tmp_path / "none" / "x.json")
-    assert refused.status == 2
+    assert refused.status == 1
     assert "there is no folder" in refused.err
 
 
@@ -435,7 +435,7 @@ def test_what_is_wrong_is_said_before_the_work(
         ("plan {original} -r rtn3 --rank frequency-4", "run `trilobite stats MODEL"),
         ("plan {original} -r rtn3 --stats {tmp}/none.json", "measure frequencies first"),
         ("compress {original} {tmp} -r rtn3", "is not empty"),
-        ("compress {packed} {tmp}/out -r rtn3", "already packed"),
+        ("compress {packed} {tmp}/out -r rtn3", "already quantized with 'trilobite'"),
         ("compress {original} {tmp}/out -r rtn3 --device tpu", "device 'tpu'"),
         ("generate {packed} hello --device tpu", "device 'tpu'"),
         ("inspect {tmp}", "config.json: missing"),

@@ -34,8 +34,9 @@ from trilobite.errors import (
 )
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.quantize.compress import Result, compress, prepare
+from trilobite.quantize.identity import run_identity
 from trilobite.quantize.options import Options
-from trilobite.recipe import Recipe, Role, load_recipe
+from trilobite.recipe import Recipe, Role, Rule, load_recipe, parse_format
 
 SERIAL = Options(jobs=1, device="cpu")
 MILO = replace(load_recipe("milo-s1"), rank="dense-4+sparse-2", iterations=2, cap=False)
@@ -176,6 +177,66 @@ def test_a_finished_run_is_left_alone(finished: Path, mixtral: Path, monkeypatch
     assert {p: p.stat().st_mtime_ns for p in finished.iterdir()} == before
 
 
+def test_a_finished_run_is_not_measured_again(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a kurtosis policy are in the report."""
+    recipe = replace(MILO, rank="dense-4+kurtosis-2")
+    plan = run(mixtral, tmp_path / "dst", recipe).plan
+    monkeypatch.setattr("trilobite.quantize.plan.kurtosis", lambda w: pytest.fail("read the weights"))
+    assert run(mixtral, tmp_path / "dst", recipe).plan == plan
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "index"])
+def test_a_finished_run_that_lost_weights_is_noticed(
+    finished: Path, mixtral: Path, tmp_path: Path, damage: str
+) -> None:
+    dst = Path(shutil.copytree(finished, tmp_path / "dst"))
+    shard = dst / "model-00001-of-00001.safetensors"
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "cut":
+        os.truncate(shard, shard.stat().st_size - 100)
+    else:
+        (dst / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(DestinationError, match=r"delete .*dst and run the same command again") as e:
+        run(mixtral, dst)
+    assert "\n" not in str(e.value)
+
+
+def test_a_run_is_not_continued_on_another_device(
+    finished: Path, mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native quantizer is that of the CPU, on a GPU PyTorch rounds."""
+    monkeypatch.setattr("trilobite.quantize.compress.pick_device", lambda _: torch.device("cuda"))
+    with pytest.raises(DestinationError, match="differs in its version"):
+        run(mixtral, finished)
+    source = open_source(str(mixtral))
+    identity = run_identity(source, MILO, torch.device("cuda"), frequency=None, calibration=None)
+    assert identity["version"].endswith("torch on cuda")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="an affinity is Linux's")
+def test_one_job_for_each_usable_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 7})
+    assert Options(jobs=0).threads(torch.device("cpu")) == 3
+    assert Options(jobs=2).threads(torch.device("cpu")) == 2
+    assert Options(jobs=0).threads(torch.device("cuda")) == 1
+
+
+@pytest.mark.parametrize("text", ["int3-g32", "e8p-2"])
+@pytest.mark.parametrize("rank", ["", "uniform-2"])
+def test_a_matrix_of_zeros_has_no_error(copy: Path, tmp_path: Path, text: str, rank: str) -> None:
+    tensors = tensors_of(copy)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name].zero_()
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    rules = (Rule(roles=(Role.ATTENTION,), format=parse_format(text)),)
+    run(copy, tmp_path / "dst", Recipe(name="zeros", rules=rules, rank=rank, iterations=2, cap=False))
+    row = next(r for r in read_report(tmp_path / "dst")["tensors"] if r["name"] == name)
+    assert row["error"] == 0.0
+
+
 class PlugPulled(Exception):
     pass
 
@@ -269,7 +330,7 @@ def test_killed_while_the_files_move_up(
     def pull(*_: object, **__: object) -> None:
         raise PlugPulled
 
-    def selective(path: Path, data: bytes) -> None:
+    def selective(path: Path, data: bytes, **settings: Path) -> None:
         stop = {
             "index": "model.safetensors.index.json",
             "config": "config.json",
@@ -277,7 +338,7 @@ def test_killed_while_the_files_move_up(
         }
         if path.name == stop.get(step):
             raise PlugPulled
-        original(path, data)
+        original(path, data, **settings)
 
     original = packed_module.write_whole
     with monkeypatch.context() as patch:
@@ -429,22 +490,14 @@ def test_full_disk(
 def test_full_disk_while_ranks_are_noted(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Path.write_text
+    real = os.replace
 
-    def write_text(path: Path, *args: object, **kwargs: object) -> int:
-        if path.name == "ranks.json":
+    def replaced(source: Path, target: Path) -> None:
+        if target.name == "ranks.json":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, *args, **kwargs)
+        real(source, target)
 
-    real_bytes = Path.write_bytes
-
-    def write_bytes(path: Path, data: bytes) -> int:
-        if "ranks.json" in path.name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real_bytes(path, data)
-
-    monkeypatch.setattr(Path, "write_text", write_text)
-    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    monkeypatch.setattr(os, "replace", replaced)
     with pytest.raises(DestinationError, match="disk is full"):
         run(mixtral, tmp_path / "dst")
 

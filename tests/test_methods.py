@@ -1,9 +1,13 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from trilobite.checkpoint.roles import identify
+from trilobite.checkpoint.source import open_source
 from trilobite.errors import ShapeError, WeightError
 from trilobite.formats.weight import dequantize
 from trilobite.kernels import cpu_quantize
@@ -11,7 +15,7 @@ from trilobite.quantize.hqq import BETA, ITERATIONS, KAPPA, P, hqq
 from trilobite.quantize.matrix import METHODS, bands, quantize, relative_error
 from trilobite.quantize.rtn import rtn
 from trilobite.quantize.search import search
-from trilobite.quantize.stats import kurtosis, residual_rank
+from trilobite.quantize.stats import kurtosis, residual_rank, sample_roles
 from trilobite.recipe import Format
 
 INT3, INT2 = Format(bits=3, group=64), Format(bits=2, group=64)
@@ -293,3 +297,14 @@ def test_residual_rank_counts_small_singular_values() -> None:
     residual = w - dequantize(quantize(w, INT3, "rtn"))
     sigma = torch.linalg.svd(residual).S
     assert residual_rank(w, fmt=INT3) == int((sigma < 0.5 * sigma.max()).sum()) > 0
+
+
+def test_a_sample_names_the_matrix_that_is_damaged(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    w = torch.ones(16, 64)
+    w[3, 5] = float("nan")
+    save_file({name: w}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    source = open_source(str(tmp_path))
+    with pytest.raises(WeightError, match=rf"{name}: 1 of 1024 weights are NaN"):
+        sample_roles(source, identify(source), samples=None)

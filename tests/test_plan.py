@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from trilobite.checkpoint.source import Source, open_source
-from trilobite.errors import ArchitectureError, RecipeError, ShapeError
+from trilobite.errors import ArchitectureError, CheckpointError, RecipeError, ShapeError
 from trilobite.quantize.compress import prepare
 from trilobite.quantize.line import quantize_line
 from trilobite.quantize.plan import Plan, plan_json
 from trilobite.recipe import BODY_ROLES, Format, Recipe, Role, Rule, load_recipe, parse_format
 
 ONE_LAYER = "model.layers.0"
+INT4 = Format(bits=4, group=32)
 
 
 def body(text: str, *, rank: str = "", **settings: object) -> Recipe:
@@ -135,8 +136,93 @@ def test_a_packed_checkpoint_is_refused(tmp_path: Path) -> None:
     path = llama(tmp_path / "m")
     config = {"model_type": "mixtral", "quantization_config": {"quant_method": "trilobite"}}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RecipeError, match="already packed"):
+    with pytest.raises(CheckpointError, match="already quantized with 'trilobite'"):
         prepare(open_source(str(path)), body("int3-g64"))
+
+
+def test_a_null_quantization_config_is_none(tmp_path: Path) -> None:
+    path = llama(tmp_path / "m")
+    (path / "config.json").write_text('{"model_type": "mixtral", "quantization_config": null}')
+    assert any(line.format for line in prepare(open_source(str(path)), body("int3-g64")).lines)
+
+
+@pytest.mark.parametrize("hidden", ["abc", "64", [64], 64.5, True, -64])
+def test_an_impossible_hidden_size_is_refused(tmp_path: Path, hidden: object) -> None:
+    path = llama(tmp_path / "m")
+    (path / "config.json").write_text(json.dumps({"model_type": "mixtral", "hidden_size": hidden}))
+    with pytest.raises(CheckpointError, match=r"config\.json: hidden_size .*; expected a positive integer"):
+        prepare(open_source(str(path)), body("int3-g64"))
+
+
+def test_a_hidden_size_is_needed_only_for_fractions_of_it(tmp_path: Path) -> None:
+    path = llama(tmp_path / "m")
+    (path / "config.json").write_text('{"model_type": "mixtral", "hidden_size": null}')
+    source = open_source(str(path))
+    assert prepare(source, body("int3-g64", rank="dense-2", cap=False)).lines
+    with pytest.raises(RecipeError, match="names no hidden_size"):
+        prepare(source, body("int3-g64", rank="dense-h/8"))
+
+
+# What can be planned can be loaded.
+
+
+@pytest.mark.parametrize("model_type", TINY_CONFIGS)
+def test_a_rule_for_everything_keeps_what_cannot_run_packed(model_type: str, tmp_path: Path) -> None:
+    build_checkpoint(model_type, tmp_path / "m", dtype=torch.bfloat16)
+    plan = prepare(open_source(str(tmp_path / "m")), Recipe(name="all", rules=(Rule(format=INT4),)))
+    assert {line.matrix.role for line in plan.lines if line.format} <= {*BODY_ROLES, Role.HEAD}
+    found = {m.role: line.note for line in plan.lines if len((m := line.matrix).shape) == 2}
+    assert found[Role.EMBEDDING] == "embedding stays in 16 bit"
+    assert found.get(Role.ROUTER, "router stays in 16 bit") == "router stays in 16 bit"
+
+
+@pytest.mark.parametrize("role", [Role.EMBEDDING, Role.ROUTER, Role.NORM, Role.OTHER])
+def test_a_format_for_what_cannot_run_packed_is_refused(mixtral: Source, role: Role) -> None:
+    rules = (Rule(roles=(Role.ATTENTION, role), format=INT4), *body("int4-g32").rules)
+    with pytest.raises(RecipeError, match=f"gives {role.value} the format int4-g32; .*: drop the role"):
+        prepare(mixtral, Recipe(name="mine", rules=rules))
+    kept = (Rule(roles=(Role.ATTENTION, role)), *body("int4-g32").rules)
+    assert prepare(mixtral, Recipe(name="mine", rules=kept)).lines
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("mixtral", "*.experts.[0-2].*"),
+        ("mixtral", "*.w1.weight"),
+        ("qwen3_moe", "*.experts.*.gate_proj.*"),
+        ("gpt_oss", "*.experts.[0-2].*"),
+        ("gpt_oss", "*.experts.*.down_proj.*"),
+        ("jamba", "*.experts.3.*"),
+    ],
+)
+@pytest.mark.parametrize("first", [INT4, None])
+def test_experts_of_a_module_are_quantized_all_or_none(
+    model_type: str, names: str, first: Format | None, tmp_path: Path
+) -> None:
+    build_checkpoint(model_type, tmp_path / "m", dtype=torch.bfloat16)
+    source = open_source(str(tmp_path / "m"))
+    rest = Rule(roles=BODY_ROLES, format=None if first else INT4)
+    with pytest.raises(
+        RecipeError, match=r"\.experts: the recipe quantizes \d+ of its 12 matrices; .*--keep"
+    ):
+        prepare(source, Recipe(name="part", rules=(Rule(names=names, format=first), rest)))
+    other = Format(bits=8, group=32)
+    mixed = (Rule(names=names, format=other), Rule(roles=BODY_ROLES, format=INT4))
+    assert prepare(source, Recipe(name="mixed", rules=mixed)).lines
+
+
+def test_experts_may_be_kept_layer_by_layer_and_module_by_module(mixtral: Source, tmp_path: Path) -> None:
+    rules = (Rule(roles=(Role.EXPERT,), layers=(1, 1), format=INT4),)
+    plan = prepare(mixtral, Recipe(name="layer", rules=rules))
+    assert {line.matrix.layer for line in plan.lines if line.format} == {1}
+    # Experts of NLLB-MoE are linear layers, each a module.
+    build_checkpoint("nllb-moe", tmp_path / "m", dtype=torch.bfloat16)
+    plan = prepare(
+        open_source(str(tmp_path / "m")),
+        Recipe(name="module", rules=(Rule(names="*.expert_1.fc1.*", format=INT4),)),
+    )
+    assert {line.matrix.expert for line in plan.lines if line.format} == {1}
 
 
 def test_ranks_are_planned(mixtral: Source) -> None:

@@ -202,17 +202,26 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "compensator": (GOOD | {"compensator": "int4"}, ["'int4'", "int3, int8, fp16"]),
     "iterations": (GOOD | {"iterations": 0}, ["iterations 0", "at least 1"]),
     "iterations as text": (GOOD | {"iterations": "20"}, ["iterations '20'", "integer"]),
+    "iterations as truth": (GOOD | {"iterations": True}, ["iterations True", "an integer"]),
+    "cap as text": (GOOD | {"cap": "false"}, ["cap 'false'", "true or false"]),
+    "compensator as list": (GOOD | {"compensator": ["int3"]}, ["compensator ['int3']", "text"]),
     "policy": (GOOD | {"rank": "dens-512"}, ["'dens-512'", "dense-r", "for example"]),
     "rank": (GOOD | {"rank": "dense-x"}, ["rank 'x'", "for example 16 or h/8"]),
     "policy without rank": (GOOD | {"rank": "dense"}, ["rank ''", "for example"]),
     "auto": (GOOD | {"rank": "auto:milo-s3"}, ["milo-s3", "auto:milo-s1"]),
+    "rank in no digits": ({"rules": [{"rank": "²"}]}, ["rank '²'", "for example 16 or h/8"]),
     "rank of a rule": ({"rules": [{"rank": "a lot"}]}, ["'a lot'", "for example 16 or h/8"]),
     "role": ({"rules": [{"roles": ["experts"]}]}, ["'experts'", "shared_expert", "attention"]),
+    "roles left empty": ({"rules": [{"roles": None}]}, ["rule 1", "roles None", "list of roles"]),
+    "roles as a number": ({"rules": [{"roles": 5}]}, ["rule 1", "roles 5", "list of roles"]),
+    "names left empty": ({"rules": [{"names": None}]}, ["rule 1", "names None", "text"]),
     "role of a name": (GOOD | {"roles": {"*.foo": "exprt"}}, ["'exprt'", "attention"]),
     "roles as list": (GOOD | {"roles": ["*.foo"]}, ["roles ['*.foo']", "mapping"]),
     "format": ({"rules": [{"format": "int3"}]}, ["'int3'", "int3-g64"]),
+    "group of nothing": ({"rules": [{"format": "int3-g0"}]}, ["'int3-g0'", "channel"]),
     "method": ({"rules": [{"method": "gtpq"}]}, ["rule 1", "'gtpq'", "rtn, search, hqq"]),
     "layers": ({"rules": [{"layers": 3}]}, ["layers 3", "[first, last]"]),
+    "layers as truths": ({"rules": [{"layers": [False, True]}]}, ["layers", "[first, last]"]),
     "layers as text": ({"rules": [{"layers": ["0", "3"]}]}, ["layers", "[first, last]"]),
 }
 
@@ -250,7 +259,7 @@ def test_ranks(text: str, rank: int) -> None:
     assert parse_rank(text, 4096) == rank
 
 
-@pytest.mark.parametrize("text", ["", "-1", "h/", "/8", "1.5", "h/8h", "8 "])
+@pytest.mark.parametrize("text", ["", "-1", "h/", "/8", "1.5", "h/8h", "8 ", "²", "٣", "٣h"])
 def test_no_ranks(text: str) -> None:
     with pytest.raises(RecipeError, match="for example"):
         parse_rank(text, 4096)

@@ -31,10 +31,11 @@ from trilobite.integrations.transformers import TrilobiteConfig
 from trilobite.kernels import ops, reference
 from trilobite.kernels.expert_table import DOWN, build, expert_weight
 from trilobite.quantize.compress import compress
+from trilobite.quantize.line import quantize_line
 from trilobite.quantize.matrix import quantize
 from trilobite.quantize.milo import Compensation, milo
 from trilobite.quantize.options import Options
-from trilobite.recipe import Format, Recipe, Role, load_recipe
+from trilobite.recipe import Format, Recipe, Role, Rule, load_recipe
 from trilobite.runtime import cache as cache_module
 from trilobite.runtime.cache import FixedCache, GrowingCache
 from trilobite.runtime.experts import PackedExperts
@@ -263,6 +264,39 @@ def test_quantize_on_load_with_compensators_and_save(models: Callable[[str], Mod
     assert keys(tmp_path / "saved").keys() == keys(path).keys()
     again = load(str(tmp_path / "saved"), dtype=torch.float32)
     assert torch.equal(model.logits(again), model.logits(load(str(path), dtype=torch.float32)))
+
+
+def test_quantize_on_load_gives_a_matrix_one_thread(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums over shared cores round in another order: bytes would depend on the machine."""
+    seen = set()
+
+    def spy(*args: object) -> object:
+        seen.add(torch.get_num_threads())
+        return quantize_line(*args)
+
+    monkeypatch.setattr("trilobite.integrations.transformers.quantize_line", spy)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = models("qwen3_moe")
+        model.from_pretrained(model.path, quantization_config=TrilobiteConfig("rtn3"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}
+
+
+@pytest.mark.parametrize("model_type", TINY_CONFIGS)
+def test_a_rule_for_everything_makes_what_can_be_loaded(
+    models: Callable[[str], Model], model_type: str
+) -> None:
+    model = models(model_type)
+    recipe = Recipe(name="int8-all", rules=(Rule(format=Format(bits=8, group=32)),))
+    loaded = load(str(model.packed(recipe)), dtype=torch.float32)
+    assert any(isinstance(m, PackedLinear | PackedExperts) for m in loaded.modules())
+    assert bool(torch.isfinite(model.logits(loaded)).all())
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "qwen3_moe", "deepseek"])

@@ -175,6 +175,8 @@ def test_parts_that_do_not_fit_are_refused(fault: str) -> None:
     check(WHOLE)
     with pytest.raises(ShapeError) as e:
         check(replace(WHOLE, **FAULTS[fault]), "layers.0.q_proj")
+    assert str(e.value).startswith("layers.0.q_proj: ")
+    assert str(e.value).count("q_proj") == 1
     assert "\n" not in str(e.value)
 
 

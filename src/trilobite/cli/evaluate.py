@@ -8,6 +8,7 @@ import typer
 from trilobite.cli.console import Progress, number, print_json, print_table, quiet, size
 from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
 from trilobite.cli.run import ModelArgument
+from trilobite.errors import DestinationError
 
 if TYPE_CHECKING:
     from trilobite.evaluate.perplexity import Score
@@ -143,7 +144,9 @@ def stats(
     Example: trilobite stats deepseek-ai/deepseek-moe-16b-base --text sample.txt -o stats.json
     """
     if not output.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{output}: there is no folder {output.parent}; make it first")
+        raise DestinationError(
+            f"{output}: cannot be written, there is no folder {output.parent}; make it first"
+        )
     from trilobite import load
     from trilobite.evaluate.frequency import save_frequency
     from trilobite.evaluate.measure import count_experts

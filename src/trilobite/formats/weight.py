@@ -94,13 +94,20 @@ def stored_shapes(fmt: AnyFormat, n: int, k: int, *, tuned: bool = False) -> dic
 
 
 def check(w: PackedWeight, name: str = "weight") -> None:
-    """Raise ShapeError unless the tensors of `w` fit each other and its shape."""
+    """Raise ShapeError that begins with the name unless the tensors of `w` fit each other and its shape."""
+    try:
+        _check(w)
+    except ShapeError as e:
+        raise ShapeError(f"{name}: {e}") from None
+
+
+def _check(w: PackedWeight) -> None:
     n, k = w.shape
     if w.packed.dtype != torch.uint8:
-        raise ShapeError(f"{name}: packed codes are {w.packed.dtype}, the format stores uint8")
+        raise ShapeError(f"packed codes are {w.packed.dtype}, the format stores uint8")
     if len({part is None for part in (w.lattice, w.signs_in, w.signs_out)}) > 1:
         raise ShapeError(
-            f"{name}: a part of its lattice format is missing; lattice, signs_in, signs_out come together"
+            "a part of its lattice format is missing; lattice, signs_in, signs_out come together"
         )
     tuned = w.signs_in is not None and w.signs_in.numel() == 2 * k
     expected = stored_shapes(w.format, n, k, tuned=tuned)
@@ -110,16 +117,16 @@ def check(w: PackedWeight, name: str = "weight") -> None:
         if found != (None if shape is None else (torch.uint8, shape)):
             has = "absent" if part is None else f"{part.dtype} {list(part.shape)}"
             needs = "none" if shape is None else f"torch.uint8 {list(shape)}"
-            raise ShapeError(f"{name}: {suffix} is {has}, a [{n}, {k}] matrix in {w.format} needs {needs}")
+            raise ShapeError(f"{suffix} is {has}, a [{n}, {k}] matrix in {w.format} needs {needs}")
     if (w.lra is None) != (w.lrb is None):
-        raise ShapeError(f"{name}: one compensator factor is missing; both or none belong to a matrix")
+        raise ShapeError("one compensator factor is missing; both or none belong to a matrix")
     if w.lra is None or w.lrb is None:
         return
     kind = compensator_of(w.lra)
     for part, factor, length in (("lra", w.lra, n), ("lrb", w.lrb, k)):
         if factor.dtype != w.lra.dtype or tuple(factor.shape) != factor_shape(kind, w.rank, length):
             raise ShapeError(
-                f"{name}: compensator factor {part} is {factor.dtype} {list(factor.shape)}, rank {w.rank} of length "
+                f"compensator factor {part} is {factor.dtype} {list(factor.shape)}, rank {w.rank} of length "
                 f"{length} needs {w.lra.dtype} {list(factor_shape(kind, w.rank, length))}"
             )
 

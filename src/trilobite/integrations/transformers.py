@@ -24,6 +24,7 @@ from trilobite.models.names import memory_names
 from trilobite.quantize.compress import prepare
 from trilobite.quantize.line import quantize_line
 from trilobite.quantize.plan import Plan, PlanLine
+from trilobite.quantize.threads import single_threaded_torch
 from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
 from trilobite.runtime.experts import EXPERT_NAME, PackedExperts
 from trilobite.runtime.linear import PackedLinear, PackedMatrix
@@ -184,7 +185,8 @@ class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]
                 part = module.cut(w, int(expert), leaf)
             else:
                 part = w
-            packed, _ = quantize_line(part, line, self.quantizer.plan.recipe)
+            with single_threaded_torch():
+                packed, _ = quantize_line(part, line, self.quantizer.plan.recipe)
             target.replace(packed)
             loaded |= {".".join(filter(None, (path, child, f"weight_{s}"))) for s in packed.tensors()}
         module.register_parameter(name, None)

@@ -11,10 +11,9 @@ from trilobite.checkpoint.layout import Unit
 from trilobite.checkpoint.packed import PARTIAL, PackedWriter
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
-from trilobite.errors import RecipeError
 from trilobite.quantize.calibration import Calibration
 from trilobite.quantize.finetune_store import TunedStore
-from trilobite.quantize.identity import check_same_run, keep_ranks, kept_ranks, run_identity
+from trilobite.quantize.identity import finished_ranks, keep_ranks, kept_ranks, run_identity
 from trilobite.quantize.metadata import packed_config, packed_report
 from trilobite.quantize.options import Options, pick_device
 from trilobite.quantize.plan import Plan, PlanLine, Progress, make_plan
@@ -48,13 +47,8 @@ def prepare(
     """Identify every tensor and resolve the recipe: what `trilobite plan` prints.
 
     tuned: leave room for fine-tuned sign vectors
-    Raises ArchitectureError, RecipeError or ShapeError; nothing is written.
+    Raises ArchitectureError, CheckpointError, RecipeError or ShapeError; nothing is written.
     """
-    method = source.config.get("quantization_config", {}).get("quant_method")
-    if method == "trilobite":
-        raise RecipeError(
-            f"{source.path}: already packed by Trilobite; compress the original checkpoint instead"
-        )
     matrices = identify(source, extra_rules=recipe.roles, keep_unmatched=keep_unmatched)
     return make_plan(
         source,
@@ -89,16 +83,18 @@ def compress(
     source = open_source(src)
     calibrator = _open_calibration(source, recipe, calibration)
     identity = run_identity(
-        source, recipe, frequency=frequency, calibration=calibrator.identity if calibrator else None
+        source,
+        recipe,
+        device,
+        frequency=frequency,
+        calibration=calibrator.identity if calibrator else None,
     )
     finished = (dst / "config.json").exists()
-    if finished:
-        check_same_run(dst, identity)
     plan = prepare(
         source,
         recipe,
         frequency=frequency,
-        known_ranks=kept_ranks(dst, identity),
+        known_ranks=finished_ranks(dst, identity) if finished else kept_ranks(dst, identity),
         keep_unmatched=keep_unmatched,
         tuned=calibration is not None and bool(calibration.finetune),
         progress=options.progress,

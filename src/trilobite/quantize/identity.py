@@ -10,8 +10,8 @@ import torch
 
 import trilobite
 from trilobite.checkpoint.packed import FORMAT_VERSION, PARTIAL, REPORT, PackedWriter
-from trilobite.checkpoint.source import Source
-from trilobite.errors import DestinationError
+from trilobite.checkpoint.source import Source, open_source
+from trilobite.errors import CheckpointError, DestinationError
 from trilobite.kernels import cpu_quantize
 from trilobite.quantize.plan import Plan
 from trilobite.recipe import Recipe
@@ -22,6 +22,7 @@ RANKS = "ranks.json"
 def run_identity(
     source: Source,
     recipe: Recipe,
+    device: torch.device,
     *,
     frequency: Mapping[int, Sequence[int]] | None,
     calibration: Mapping[str, Any] | None,
@@ -30,12 +31,12 @@ def run_identity(
 
     calibration: the identity of one, for recipes that need it
     """
+    kernels = f"kernels {cpu_quantize.tier()}" if device.type == "cpu" else f"torch on {device.type}"
     identity: dict[str, Any] = {
         "source": source.fingerprint(),
         "recipe": recipe.to_dict(),
         "frequency": _digest(frequency),
-        "version": f"trilobite {trilobite.__version__}, format {FORMAT_VERSION}, torch {torch.__version__}, "
-        f"kernels {cpu_quantize.tier()}",
+        "version": f"trilobite {trilobite.__version__}, format {FORMAT_VERSION}, torch {torch.__version__}, {kernels}",
     }
     if calibration is not None:
         identity["calibration"] = calibration
@@ -49,17 +50,27 @@ def _digest(frequency: Mapping[int, Sequence[int]] | None) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def check_same_run(dst: Path, identity: Mapping[str, Any]) -> None:
-    """Raise DestinationError unless the finished checkpoint in `dst` is what a run of this identity makes."""
+def finished_ranks(dst: Path, identity: Mapping[str, Any]) -> dict[str, int]:
+    """The ranks of the finished checkpoint in `dst`.
+
+    Raises DestinationError unless it is what a run of this identity makes, with all its files.
+    """
     try:
-        found = json.loads((dst / REPORT).read_bytes())["identity"]
-    except (OSError, ValueError, KeyError):
-        found = {}
+        report = json.loads((dst / REPORT).read_bytes())
+        found = dict(report["identity"])
+        ranks = {row["name"]: row["rank"] for row in report["tensors"] if "rank" in row}
+    except (OSError, ValueError, KeyError, TypeError):
+        found, ranks = {}, {}
     differs = [key for key in identity if found.get(key) != identity[key]]
     if differs:
         raise DestinationError(
             f"{dst}: holds a checkpoint that differs in its {' and '.join(differs)}; choose another destination"
         )
+    try:
+        open_source(str(dst))
+    except CheckpointError as e:
+        raise DestinationError(f"{e}, or delete {dst} and run the same command again") from e
+    return ranks
 
 
 def keep_ranks(writer: PackedWriter, plan: Plan) -> None:

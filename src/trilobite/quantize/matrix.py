@@ -158,9 +158,10 @@ def check_finite(w: Tensor) -> Tensor:
 
 
 def relative_error(w: Tensor, packed: PackedWeight) -> float:
-    """|W - dequantize(packed)|_F / |W|_F, decoded from the stored bytes.
+    """|W - dequantize(packed)|_F / |W|_F, decoded from the stored bytes; 0 for a matrix of zeros.
 
     w: [N, K] any float dtype
     """
     original = w.float()
-    return float((original - dequantize(packed)).norm() / original.norm())
+    norm = original.norm()
+    return float((original - dequantize(packed)).norm() / norm) if norm else 0.0

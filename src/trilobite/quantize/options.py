@@ -1,4 +1,4 @@
-"""How to compress, as opposed to what to make: none of this changes a byte of the result."""
+"""How to compress, as opposed to what to make: of this only the device changes bytes of the result."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
 class Options:
     """How to run.
 
-    jobs: matrices in work at a time (0 = one per core)    device: cpu, cuda or auto
+    jobs: matrices in work at a time (0 = one per usable core)    device: cpu, cuda or auto
     on_note: receives lines for the user to read
     """
 
@@ -31,7 +31,12 @@ class Options:
 
     def threads(self, device: torch.device) -> int:
         """Matrices in work at a time on a device: a GPU is busy with one."""
-        return self.jobs or (1 if device.type == "cuda" else os.cpu_count() or 1)
+        return self.jobs or (1 if device.type == "cuda" else _usable_cores())
+
+
+def _usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,6 +1,8 @@
 """Recipe + checkpoint -> Plan: one line for every tensor, with its bytes, before anything is quantized."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor
 from trilobite.checkpoint.layout import StoredTensor
 from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
 from trilobite.checkpoint.source import DTYPES, Source
-from trilobite.errors import RecipeError, ShapeError
+from trilobite.errors import CheckpointError, RecipeError, ShapeError
 from trilobite.formats.bitpack import BLOCK
 from trilobite.formats.incoherence import fitting_transform
 from trilobite.formats.lattice import DIM
@@ -35,6 +37,10 @@ Progress = Callable[[str, int, int], None]
 """(what, done, total) of a long step."""
 
 GROUPS = (128, 64, 32)
+PACKABLE = (*BODY_ROLES, Role.HEAD)
+"""Roles whose matrices can run packed."""
+_EXPERTS = re.compile(r"(.*\.experts)\.\d+\.")
+"""Of experts that one module holds; those of NLLB-MoE and Switch (`experts.expert_0`) are modules of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +130,17 @@ def make_plan(
     Reads weights only for a kurtosis policy. frequency: tokens per layer and expert, for a frequency policy.
     known_ranks: ranks by matrix that an earlier call for the same checkpoint and recipe found, to be taken as they are.
     tuned: leave room for tuned vectors of lattice formats
-    Raises RecipeError and ShapeError when the recipe does not fit; nothing has been written then.
+    Raises RecipeError and ShapeError when the recipe does not fit, CheckpointError for an impossible hidden size;
+    nothing has been written then.
     """
-    hidden = int(text_config(source).get("hidden_size") or text_config(source).get("d_model") or 0)
+    _check_roles(recipe)
+    hidden = _hidden_size(source)
     experts = 1 + max((m.expert for m in matrices if m.expert is not None), default=-1)
     shared = any(m.role is Role.SHARED_EXPERT for m in matrices)
     rank = resolve_auto_rank(recipe.rank, experts=experts, shared=shared)
-    lines = _whole_tensors(source, [_line(source, m, recipe, tuned=tuned) for m in matrices])
+    lines = [_line(source, m, recipe, tuned=tuned) for m in matrices]
+    _check_experts(lines)
+    lines = _whole_tensors(source, lines)
     if not any(line.format for line in lines):
         raise RecipeError(
             f"recipe {recipe.name}: no tensor of this checkpoint matches a rule; nothing to compress"
@@ -143,11 +153,50 @@ def make_plan(
     return Plan(recipe=recipe, rank=rank, lines=tuple(lines))
 
 
+def _check_roles(recipe: Recipe) -> None:
+    """Raise RecipeError when a rule gives a format to a role that cannot run packed."""
+    for rule in recipe.rules:
+        for role in rule.roles if rule.format else ():
+            if role not in PACKABLE:
+                raise RecipeError(
+                    f"recipe {recipe.name}: a rule gives {role.value} the format {rule.format}; it stays in 16 bit: "
+                    "drop the role from the rule"
+                )
+
+
+def _hidden_size(source: Source) -> int:
+    """0 where config.json names none."""
+    config = text_config(source)
+    hidden = config.get("hidden_size") or config.get("d_model") or 0
+    if type(hidden) is not int or hidden < 0:
+        raise CheckpointError(
+            f"{source.path / 'config.json'}: hidden_size {hidden!r}; expected a positive integer: copy it again"
+        )
+    return hidden
+
+
+def _check_experts(lines: Sequence[PlanLine]) -> None:
+    """Raise RecipeError when some experts of a module are quantized and others kept: they run in one call."""
+    total: Counter[str] = Counter()
+    packed: Counter[str] = Counter()
+    for line in lines:
+        m = line.matrix
+        if m.role is Role.EXPERT and m.quantizable and (module := _EXPERTS.match(m.name)):
+            total[module[1]] += 1
+            packed[module[1]] += line.format is not None
+    for name, count in packed.items():
+        if 0 < count < total[name]:
+            raise RecipeError(
+                f"{name}: the recipe quantizes {count} of its {total[name]} matrices; expected all or none: give its "
+                "experts a format by roles and layers, or pass --keep expert"
+            )
+
+
 def _line(source: Source, m: Matrix, recipe: Recipe, *, tuned: bool) -> PlanLine:
     rule = recipe.rule_for(m.role, m.name, m.layer)
     if not m.quantizable:
         return _kept(source, m, "not a matrix" if len(m.shape) != 2 else f"{m.role.value} stays in 16 bit")
-    if rule is None:
+    if rule is None or (rule.format and m.role not in PACKABLE):
         return _kept(source, m, f"{m.role.value} stays in 16 bit")
     if rule.format is None:
         return _kept(source, m, "kept by the recipe")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import Source
+from trilobite.errors import WeightError
 from trilobite.formats.weight import dequantize
 from trilobite.quantize.matrix import bands, quantize
 from trilobite.recipe import BODY_ROLES, Format, Role
@@ -65,7 +66,10 @@ def sample_roles(
     samples: int | None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[Role, RoleSample]:
-    """Measure at most `samples` matrices of every role that is quantized, evenly spread; None = all."""
+    """Measure at most `samples` matrices of every role that is quantized, evenly spread; None = all.
+
+    Raises WeightError that names the matrix.
+    """
     chosen: dict[Role, list[Matrix]] = {}
     for role in BODY_ROLES:
         of_role = [m for m in matrices if m.role is role and m.quantizable and m.shape[1] % 32 == 0]
@@ -81,7 +85,10 @@ def sample_roles(
             if progress:
                 progress("kurtosis and residual rank", done, total)
             w = read_matrix(source, m)
-            rank = residual_rank(w, fmt=Format(bits=3, group=64 if w.shape[1] % 64 == 0 else 32))
+            try:
+                rank = residual_rank(w, fmt=Format(bits=3, group=64 if w.shape[1] % 64 == 0 else 32))
+            except WeightError as e:
+                raise WeightError(f"{m.name}: {e}") from None
             measured.append((kurtosis(w), rank, rank / min(w.shape)))
             done += 1
         means = [sum(column) / len(measured) for column in zip(*measured, strict=True)]

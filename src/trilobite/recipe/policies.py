@@ -9,14 +9,14 @@ RANK_POLICIES = ("uniform", "dense", "sparse", "kurtosis", "frequency")
 
 def parse_rank(text: str, hidden: int) -> int:
     """`16`, `h/8`, `25h/64` -> a rank. Raises RecipeError."""
-    m = re.fullmatch(r"(\d*)h(?:/0*([1-9]\d*))?", text)
+    m = re.fullmatch(r"([0-9]*)h(?:/0*([1-9][0-9]*))?", text)
     if m and not hidden:
         raise RecipeError(
             f"rank {text!r}: config.json names no hidden_size to take a fraction of; give an integer"
         )
     if m:
         return max(1, round(int(m[1] or 1) * hidden / int(m[2] or 1)))
-    if text.isdigit():
+    if re.fullmatch(r"[0-9]+", text):
         return int(text)
     raise RecipeError(
         f"rank {text!r}: expected an integer or a fraction of the hidden size, for example 16 or h/8"

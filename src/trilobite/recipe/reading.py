@@ -2,7 +2,7 @@
 
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -12,6 +12,9 @@ from trilobite.recipe.presets import PRESETS
 from trilobite.recipe.rules import Recipe, Rule
 from trilobite.recipe.vocabulary import COMPENSATORS, METHODS, check_method, parse_format, parse_role
 
+T = TypeVar("T")
+KINDS = {str: "text", int: "an integer", bool: "true or false"}
+
 
 def recipe_from_dict(data: Any, name: str) -> Recipe:
     """Read plain data (from YAML or JSON) as a recipe. Raises RecipeError that names the offending key."""
@@ -19,34 +22,31 @@ def recipe_from_dict(data: Any, name: str) -> Recipe:
         raise RecipeError(
             f"recipe {name}: expected a mapping with a non-empty list 'rules' (docs/recipes.md)"
         )
+    where = f"recipe {name}"
     known = {"name", "rank", "compensator", "iterations", "cap", "roles", "rules", "summary"}
-    _reject_unknown(data, known, f"recipe {name}")
-    compensator = data.get("compensator", "int3")
+    _reject_unknown(data, known, where)
+    compensator = _get(data, "compensator", str, "int3", where)
     if compensator not in COMPENSATORS:
-        raise RecipeError(
-            f"recipe {name}: compensator {compensator!r}; expected one of {', '.join(COMPENSATORS)}"
-        )
-    iterations = data.get("iterations", 20)
-    if not isinstance(iterations, int) or iterations < 1:
-        raise RecipeError(f"recipe {name}: iterations {iterations!r}; expected an integer of at least 1")
+        raise RecipeError(f"{where}: compensator {compensator!r}; expected one of {', '.join(COMPENSATORS)}")
+    iterations = _get(data, "iterations", int, 20, where)
+    if iterations < 1:
+        raise RecipeError(f"{where}: iterations {iterations!r}; expected an integer of at least 1")
     rank = str(data.get("rank") or "")
     if not rank.startswith("auto:"):
         parse_policies(rank, 4096)
     elif rank.removeprefix("auto:") not in MILO_RANKS:
-        raise RecipeError(
-            f"recipe {name}: rank {rank!r}; known are {', '.join('auto:' + r for r in MILO_RANKS)}"
-        )
+        raise RecipeError(f"{where}: rank {rank!r}; known are {', '.join('auto:' + r for r in MILO_RANKS)}")
     roles = data.get("roles") or {}
     if not isinstance(roles, dict):
-        raise RecipeError(f"recipe {name}: roles {roles!r}; expected a mapping from name pattern to role")
-    rules = tuple(_rule_from_dict(r, f"recipe {name}, rule {i}") for i, r in enumerate(data["rules"], 1))
+        raise RecipeError(f"{where}: roles {roles!r}; expected a mapping from name pattern to role")
+    rules = tuple(_rule_from_dict(r, f"{where}, rule {i}") for i, r in enumerate(data["rules"], 1))
     return Recipe(
         name=str(data.get("name", name)),
         rules=rules,
         rank=rank,
         compensator=compensator,
         iterations=iterations,
-        cap=bool(data.get("cap", True)),
+        cap=_get(data, "cap", bool, True, where),
         roles=tuple((str(pattern), parse_role(str(role))) for pattern, role in roles.items()),
         summary=str(data.get("summary", "")),
     )
@@ -58,9 +58,11 @@ def _rule_from_dict(data: Any, where: str) -> Rule:
     _reject_unknown(data, {"roles", "names", "layers", "format", "method", "rank"}, where)
     roles = data.get("roles", [])
     roles = [roles] if isinstance(roles, str) else roles
+    if not isinstance(roles, list):
+        raise RecipeError(f"{where}: roles {roles!r}; expected a role or a list of roles")
     layers = data.get("layers")
     if layers is not None and not (
-        isinstance(layers, list) and len(layers) == 2 and all(isinstance(v, int) for v in layers)
+        isinstance(layers, list) and len(layers) == 2 and all(type(v) is int for v in layers)
     ):
         raise RecipeError(f"{where}: layers {layers!r}; expected [first, last], both included")
     method = data.get("method", "search")
@@ -78,12 +80,20 @@ def _rule_from_dict(data: Any, where: str) -> Rule:
         parse_rank(str(rank), 4096)
     return Rule(
         roles=tuple(parse_role(r) for r in roles),
-        names=str(data.get("names", "*")),
+        names=_get(data, "names", str, "*", where),
         layers=(layers[0], layers[1]) if layers else None,
         format=fmt,
         method=method,
         rank=None if rank is None else str(rank),
     )
+
+
+def _get(data: dict[str, Any], key: str, kind: type[T], default: T, where: str) -> T:
+    """The value of a key; raises RecipeError unless it is exactly of a kind: to Python true is an int."""
+    value = data.get(key, default)
+    if type(value) is not kind:
+        raise RecipeError(f"{where}: {key} {value!r}; expected {KINDS[kind]}")
+    return value
 
 
 def _reject_unknown(data: dict[str, Any], known: set[str], where: str) -> None:

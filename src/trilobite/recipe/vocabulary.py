@@ -56,7 +56,7 @@ class Format:
     @classmethod
     def parse(cls, text: str) -> "Format":
         """Read a format's name; raises RecipeError with the grammar."""
-        m = re.fullmatch(r"int([2348])-(?:g(\d+)|channel)(-sym)?(-dq)?", text)
+        m = re.fullmatch(r"int([2348])-(?:g([1-9][0-9]*)|channel)(-sym)?(-dq)?", text)
         group = int(m[2] or 0) if m else -1
         if not m or group % 32:
             raise RecipeError(
