@@ -9,7 +9,7 @@ import torch
 from _ahead import reason
 from torch import Tensor, nn
 
-from trilobite.kernels.triton_bench import FAILURES, interval, random_weight
+from trilobite.kernels.triton_bench import FAILURES, captured, interval, random_weight
 from trilobite.recipe import Format
 from trilobite.runtime.experts import PackedExperts
 from trilobite.runtime.linear import PackedLinear
@@ -111,10 +111,7 @@ def decode_seconds(
 
 def _graph_seconds(step: Callable[[], object], steps: int) -> float:
     """`WARM` + `steps` replays, each of which moves the cache on: a token must not come to lie behind its end."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     for _ in range(WARM):
         graph.replay()
     return statistics.median(_intervals(graph.replay, steps))

@@ -21,6 +21,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -132,6 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     options.add_argument("--only", default=",".join(PARTS), help="parts, in the order in which to run them")
     options.add_argument("--minutes", type=float, default=8.0, help="no case begins after so many")
     options.add_argument("--markdown", type=Path, help="a page to put the tables into")
+    options.add_argument("--begun", type=Path, help=argparse.SUPPRESS)  # JSON of the process before this one
     arguments = options.parse_args()
     arguments.only = arguments.only.split(",")
     if unknown := [name for name in arguments.only if name not in PARTS]:
@@ -153,7 +155,9 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[str]:
     print(limits, flush=True)
     tokens = FEW_TOKENS if arguments.quick else TOKENS
     setup = Setup(device=device, bandwidth=bandwidth, tokens=tokens, config=mixtral_config(32))
-    found = {"gpu": gpu, "copy": bandwidth, "peak": peak, "commit": commit}
+    found = json.loads(arguments.begun.read_text()) if arguments.begun else {}
+    run.failed, run.left_out = found.get("failed", []), found.get("left_out", [])
+    found |= {"gpu": gpu, "copy": bandwidth, "peak": peak, "commit": commit}
     found["compile_ahead_s"] = _compile_ahead(arguments.only, setup)
     for name in arguments.only:
         found[name] = rows = run.part(PARTS[name](setup))
@@ -164,17 +168,20 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[str]:
         print(json.dumps(finite(found)), flush=True)
         run.free_memory()
         if run.lost and (rest := arguments.only[arguments.only.index(name) + 1 :]):
-            _go_on(arguments, rest, arguments.minutes - (time.perf_counter() - started) / 60)
+            _go_on(arguments, rest, arguments.minutes - (time.perf_counter() - started) / 60, found)
             break
     return run.failed
 
 
-def _go_on(arguments: argparse.Namespace, rest: list[str], minutes: float) -> None:
-    """Measure the other parts in a new process."""
+def _go_on(arguments: argparse.Namespace, rest: list[str], minutes: float, found: dict[str, Any]) -> None:
+    """Measure the other parts in a new process, which adds them to what was found."""
     options = ["--only", ",".join(rest), "--minutes", f"{minutes:.2f}"]
     options += ["--quick"] * arguments.quick
     options += ["--markdown", str(arguments.markdown)] if arguments.markdown else []
-    subprocess.run([sys.executable, __file__, *options], check=False)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(finite(found)))
+        file.flush()
+        subprocess.run([sys.executable, __file__, *options, "--begun", file.name], check=False)
 
 
 def _compile_ahead(names: list[str], setup: Setup) -> float:

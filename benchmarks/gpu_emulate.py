@@ -1,10 +1,10 @@
 """Run the compiled GPU kernels without a GPU, against the reference: their PTX in an emulator (`ptx`).
 
-    python benchmarks/gpu_emulate.py [--arch 80,90] [--quick] [--tokens 1,3,12,40] [--jobs 2] [--markdown docs/gpu.md]
+    python benchmarks/gpu_emulate.py [--arch 80,90] [--quick] [--tokens 1,12,40] [--jobs 2] [--markdown docs/gpu.md]
 
-The cases are those of the `check` of benchmarks/gpu.py. Each launch is compiled for the architecture and run block by
-block; errors are against the reference, on bf16 activations. A race, an address out of bounds or a wrong result fails
-its case, is named, and exit status is 1. The last line is JSON.
+The cases are those of the `check` of benchmarks/gpu.py, on small layers. Each launch is compiled for the architecture
+and run block by block; errors are against the reference, on bf16 activations. A race, an address out of bounds or a
+wrong result fails its case, is named, and exit status is 1. The last line is JSON.
 """
 
 import argparse
@@ -29,8 +29,12 @@ from rich.progress import track
 from trilobite.kernels.triton_launch import recording
 
 CPU = torch.device("cpu")
-TOKENS = (1, 3, 12, 40)
-"""Rows: one, a tile, several on a tensor core, and the scaled form."""
+TOKENS = (1, 12, 40)
+"""Rows: one, some for a tensor core's narrow side, and enough for the scaled form."""
+WIDE = (("int3-g64", 20), ("e8p-3", 20))
+"""Formats that are run with several steps over K, too."""
+QUICK = (("int3-g64", 5), ("e8p-2", 0))
+SIZES = {"rows": 80, "experts": 4, "intermediate": 128}
 STDERR = Console(stderr=True)
 
 
@@ -55,14 +59,12 @@ class Outcome:
 
 
 def cases(quick: bool, tokens: tuple[int, ...]) -> list[Case]:
-    """The largest first. quick: small layers, two formats."""
-    if quick:
-        small = [("int3-g64", 5), ("e8p-2", 0)]
-        checks = [
-            Check(format=f, rank=r, k=192, device=CPU, rows=80, experts=4, intermediate=128) for f, r in small
-        ]
-    else:
-        checks = [Check(format=f, rank=r, k=k, device=CPU) for f, r in FORMATS for k in COLUMNS]
+    """The largest first. quick: two formats, a small K."""
+    narrow, wide = COLUMNS
+    layers = (
+        [(f, 192) for f in QUICK] if quick else [(f, narrow) for f in FORMATS] + [(f, wide) for f in WIDE]
+    )
+    checks = [Check(format=f, rank=r, k=k, device=CPU, **SIZES) for (f, r), k in layers]
     found = [Case(check=c, operator=o, tokens=t) for c in checks for o in LIMITS for t in tokens]
     return sorted(found, key=lambda case: -case.tokens)
 
@@ -111,7 +113,7 @@ def rows_of(done: dict[tuple[str, Case], Outcome]) -> list[tuple[str, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="80,90")
-    parser.add_argument("--quick", action="store_true", help="two formats, small layers")
+    parser.add_argument("--quick", action="store_true", help="two formats, one width")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--jobs", type=int, default=_ahead.cores())
     parser.add_argument("--markdown", type=Path)

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import triton_interpreter
 from transformers import MixtralConfig
 from typer.testing import CliRunner
 
+from trilobite import doctor
 from trilobite.cli import app
 from trilobite.doctor import examine
 from trilobite.errors import DeviceError
@@ -169,6 +171,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         ("is_available", lambda: True),
         ("synchronize", lambda: None),
         ("CUDAGraph", FakeGraph),
+        ("current_stream", lambda: None),
         ("graph", capture),
         ("Event", FakeEvent),
         ("get_device_name", lambda: "Fake"),
@@ -274,7 +277,7 @@ def test_parts_run_and_faults_cost_one_case(
     monkeypatch.delattr(torch, "_grouped_mm")
     page, names = tmp_path / "page.md", list(gpu_script.PARTS)
     page.write_text("".join(f"<!-- begin gpu-{n} -->\n<!-- end gpu-{n} -->\n" for n in names))
-    asked = Namespace(quick=True, only=names, minutes=8, markdown=page)
+    asked = Namespace(quick=True, only=names, minutes=8, markdown=page, begun=None)
     (failed,) = gpu_script.measure(asked, CPU)
     assert failed == "whole model: TritonError: out of resource: shared memory"
     lines = capsys.readouterr().out.splitlines()
@@ -363,6 +366,7 @@ def test_a_new_process_goes_on_after_a_lost_gpu(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     started: list[list[str]] = []
+    begun: list[dict[str, list[str]]] = []
     monkeypatch.setattr(gpu_script, "_compile_ahead", lambda names, setup: 0.0)
     monkeypatch.setattr(gpu_script, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(gpu_script, "matmul_peak", lambda device: 1e12)
@@ -371,14 +375,21 @@ def test_a_new_process_goes_on_after_a_lost_gpu(
         gpu_script.PARTS, "experts", lambda setup: [gpu_run.Case(name="a", run=lambda clock: lost())]
     )
     monkeypatch.setattr(gpu_script, "_commit", lambda: "1")
-    monkeypatch.setattr(gpu_script.subprocess, "run", lambda command, check: started.append(command))
-    asked = Namespace(quick=True, only=["experts", "model", "linear"], minutes=8, markdown=None)
+
+    def start(command: list[str], check: bool) -> None:
+        started.append(command)
+        text = json.loads(Path(command[-1]).read_text())
+        begun.append({key: text[key] for key in ("failed", "left_out")})
+
+    monkeypatch.setattr(gpu_script.subprocess, "run", start)
+    asked = Namespace(quick=True, only=["experts", "model", "linear"], minutes=8, markdown=None, begun=None)
     (failed,) = gpu_script.measure(asked, CPU)
     assert failed.startswith("a: RuntimeError: CUDA error")
     ((_, _, *options),) = started
     assert options[:3] == ["--only", "model,linear", "--minutes"]
     assert 7.9 < float(options[3]) <= 8
-    assert options[4:] == ["--quick"]
+    assert options[4:6] == ["--quick", "--begun"]
+    assert begun == [{"failed": [failed], "left_out": []}]
 
 
 def test_tuning_passes_over_tiles_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,6 +463,40 @@ def test_doctor_names_the_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine()
     assert found["gpu_kernels"] == {"backend": "none", "reason": "torch sees no CUDA device"}
     assert found["extras"]["gpu"] is True
+
+
+def test_an_old_triton_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that torch 2.6 to 2.8 bring compile none of the kernels: the reference computes, and doctor says why."""
+    weight = SimpleNamespace(packed=SimpleNamespace(device=torch.device("cuda")), lattice=None)
+    monkeypatch.setattr("trilobite.kernels.triton_launch.check_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ops.gpu_layout([weight])  # type: ignore[list-item]
+    monkeypatch.setattr("triton.__version__", "3.4.0")
+    assert not ops.gpu_layout([weight])  # type: ignore[list-item]
+    found = doctor._gpu_kernels()
+    assert found["backend"].startswith("reference")
+    assert found["reason"].startswith("Triton 3.4.0 is too old, the kernels need 3.6")
+
+
+def test_a_capture_that_fails_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = ["ours"]
+
+    @contextmanager
+    def graph(made: object) -> Iterator[None]:
+        streams.append("of the capture")
+        yield
+
+    def broken() -> None:
+        raise RuntimeError("not permitted while capturing")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(RuntimeError, match="while capturing"):
+        triton_bench.captured(broken)
+    assert streams[-1] == "ours"
 
 
 @pytest.mark.parametrize("arch", ["80", "90"])

@@ -13,7 +13,7 @@ import torch
 
 import trilobite
 from trilobite.errors import DeviceError
-from trilobite.kernels import cpu
+from trilobite.kernels import cpu, ops
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy")
 EXTRAS = {"eval": "lm_eval", "plot": "matplotlib", "gpu": "triton"}
@@ -137,8 +137,8 @@ def _gpu_kernels() -> dict[str, Any]:
     reference = "reference operators (PyTorch): slow"
     if not torch.cuda.is_available():
         return {"backend": "none", "reason": "torch sees no CUDA device"}
-    if importlib.util.find_spec("triton") is None:
-        return {"backend": reference, "reason": "Triton is not installed: pip install 'trilobite[gpu]'"}
+    if missing := ops.missing_triton():
+        return {"backend": reference, "reason": missing}
     from trilobite.kernels import triton_launch, triton_tuning
 
     device = torch.device("cuda", 0)

@@ -110,17 +110,15 @@ def _on_cpu() -> list[dict[str, Any]]:
 
 
 def _require_triton() -> None:
-    try:
-        import triton  # noqa: F401
-    except ImportError as e:
-        raise MissingExtraError(
-            "the GPU kernels need Triton, which is not installed: pip install 'trilobite[gpu]'"
-        ) from e
+    from trilobite.kernels.ops import missing_triton
+
+    if missing := missing_triton():
+        raise MissingExtraError(f"the GPU kernels need Triton. {missing}")
 
 
 def _tune(device: Any) -> None:
     _require_triton()
     from trilobite.kernels import triton_search, triton_tuning
 
-    gpu, table = triton_search.tune(device, note)
-    print(f"wrote {triton_tuning.remember(gpu, table)}")
+    triton_search.tune(device, note)
+    print(f"wrote {triton_tuning.user_file()}")

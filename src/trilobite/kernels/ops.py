@@ -26,6 +26,8 @@ from trilobite.recipe import LatticeFormat
 if TYPE_CHECKING:
     from trilobite.kernels.triton_layout import Pack as Pack
 
+TRITON = (3, 6)
+"""The oldest that compiles the GPU kernels."""
 _lib = torch.library.Library("trilobite", "DEF")
 _lib.define(
     "linear(Tensor x, Tensor packed, Tensor? scale, Tensor? lra, Tensor? lrb, Tensor? bias, int rows) "
@@ -244,15 +246,29 @@ def bind_experts(
     return BoundExperts(slab, table, (gate_up_bias, down_bias), sizes, activation)
 
 
+def missing_triton() -> str | None:
+    """Why the GPU kernels cannot be compiled, and the remedy; None where Triton is there and new enough."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install 'trilobite[gpu]'"
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < TRITON:
+        needed = ".".join(map(str, TRITON))
+        return (
+            f"Triton {triton.__version__} is too old, the kernels need {needed}: install torch 2.11 or newer"
+        )
+    return None
+
+
 def gpu_layout(weights: Iterable[PackedWeight | None]) -> bool:
-    """Whether these weights shall be repacked: they are on a CUDA device with Triton, which computes their formats.
+    """Whether these weights shall be repacked: they are on a CUDA device with a Triton that computes their formats.
 
     Of lattice formats it computes E8P with Hadamard transforms; others stay as they are, for the reference. Raises
     DeviceError when the GPU is too old for the kernels.
     """
     present = [w for w in weights if w is not None]
     device = present[0].packed.device
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or missing_triton():
         return False
     from trilobite.kernels import triton_launch, triton_layout
 

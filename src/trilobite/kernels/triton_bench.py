@@ -131,15 +131,24 @@ def seconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
             call()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph = captured(lambda: [call() for call in calls])
     one = _warm_up(graph.replay)
     # Where one replay takes milliseconds, the host's gap is nothing, and eight would take long.
     inner = max(1, min(INTERVAL, int(0.01 / one)))
     return statistics.median(interval(graph.replay, inner) for _ in range(repeats)) / len(calls)
+
+
+def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A step as a CUDA graph; where capturing fails, this stream is the current one again."""
+    torch.cuda.synchronize()
+    before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except BaseException:
+        torch.cuda.set_stream(before)  # torch leaves its own
+        raise
+    return graph
 
 
 def _warm_up(replay: Callable[[], object], least: float = 0.05) -> float:

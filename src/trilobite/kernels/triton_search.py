@@ -27,10 +27,10 @@ KINDS = ((4, ("lanes", "small")), (8, ("small",)), (32, ("small", "medium")), (m
 """The `CANDIDATES` that are tried for at most so many rows."""
 
 
-def tune(device: torch.device, report: Callable[[str], None]) -> tuple[str, Table]:
-    """The fastest tiles for this GPU: those of Mixtral's and DeepSeek-MoE's layers in INT3 g64, in sum.
+def tune(device: torch.device, report: Callable[[str], None]) -> None:
+    """Find the fastest tiles for this GPU: those of Mixtral's and DeepSeek-MoE's layers in INT3 g64, in sum.
 
-    returns: the GPU's name, and its table. Raises DeviceError without a GPU.
+    Each operation's go into the user's file as soon as they are found. Raises DeviceError without a GPU.
     """
     if device.type != "cuda":
         raise DeviceError(
@@ -59,7 +59,7 @@ def tune(device: torch.device, report: Callable[[str], None]) -> tuple[str, Tabl
             found.append(replace(best, tokens=(1 << 30) if each == sizes[-1] else each))
             report(f"{operation}, {each} rows: {took * 1e6:.1f} us with {best}")
         table[operation] = tuple(found)
-    return torch.cuda.get_device_name(device), table
+        triton_tuning.remember(torch.cuda.get_device_name(device), table)
 
 
 def _chosen_gate_up(table: Table, each: int) -> Tile | None:

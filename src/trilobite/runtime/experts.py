@@ -167,14 +167,14 @@ class PackedExperts(nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The tensors under the names of the checkpoint, as stored, also when they are repacked."""
+        """The tensors under the names of the checkpoint, as stored, on the CPU when they are repacked."""
         found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         if self.pack is not None:
             for index, (row, weights) in enumerate(zip(self._names(), self.stored(), strict=True)):
                 for name, weight in zip(row, weights, strict=True):
                     if name is not None and weight is not None:
                         for suffix, part in weight.tensors().items():
-                            found[f"{prefix}{index}.{name}.weight_{suffix}"] = part
+                            found[f"{prefix}{index}.{name}.weight_{suffix}"] = part.cpu()
         return found
 
     def _names(self) -> list[list[str | None]]:

@@ -132,7 +132,7 @@ class PackedLinear(PackedMatrix):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.pack is not None:
             for suffix, part in self.stored().tensors().items():
-                destination[f"{prefix}weight_{suffix}"] = part
+                destination[f"{prefix}weight_{suffix}"] = part.cpu()  # the GPU may not hold all layers twice
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
