@@ -21,7 +21,7 @@ MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 class Emulator:
     """Compiles each launch for the GPU that Triton's driver names (`_ahead.pretend`), and runs its blocks in turn.
 
-    kernels, instructions: run so far, by kernel: launches, and instructions of a whole block
+    launches, instructions: so far, by kernel; an instruction is one of a whole block
     """
 
     def __init__(self) -> None:
