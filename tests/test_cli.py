@@ -415,6 +415,10 @@ def test_what_is_wrong_is_said_before_the_work(
     refused = run("stats", original, "--text", text, "-o", tmp_path / "none" / "x.json")
     assert refused.status == 1
     assert "there is no folder" in refused.err
+    before = text.read_bytes()
+    refused = run("stats", original, "--text", text, "-o", text)
+    assert "is the text itself" in refused.err
+    assert text.read_bytes() == before
 
 
 # Mistakes.

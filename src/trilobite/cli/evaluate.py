@@ -147,6 +147,8 @@ def stats(
         raise DestinationError(
             f"{output}: cannot be written, there is no folder {output.parent}; make it first"
         )
+    if output.exists() and text.exists() and output.samefile(text):
+        raise DestinationError(f"{output}: is the text itself; choose another file for the counts")
     from trilobite import load
     from trilobite.evaluate.frequency import save_frequency
     from trilobite.evaluate.measure import count_experts
