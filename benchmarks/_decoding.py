@@ -9,10 +9,10 @@ import torch
 from _ahead import reason
 from torch import Tensor, nn
 
-from trilobite.kernels.triton_bench import FAILURES, captured, interval, random_weight
+from trilobite.measure.gpu import FAILURES, captured, interval, random_weight
 from trilobite.recipe import Format
-from trilobite.runtime.experts import PackedExperts
-from trilobite.runtime.linear import PackedLinear
+from trilobite.runtime.modules.experts import PackedExperts
+from trilobite.runtime.modules.linear import PackedLinear
 
 PROMPT, WARM = 128, 3
 

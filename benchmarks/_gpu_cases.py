@@ -17,8 +17,8 @@ from _gpu_rows import Row, kernel_row
 from _gpu_run import Calls, Case, Clock, LeftOutError
 from torch import Tensor, nn
 
-from trilobite.kernels.layer_shapes import Layer
-from trilobite.kernels.triton_bench import (
+from trilobite.kernels.gpu.layout.pack import Pack, repack
+from trilobite.measure.gpu import (
     ROUTINGS,
     copies,
     expert_calls,
@@ -29,7 +29,7 @@ from trilobite.kernels.triton_bench import (
     routings,
     spread_bytes,
 )
-from trilobite.kernels.triton_layout import Pack, repack
+from trilobite.measure.shapes import Layer
 from trilobite.recipe import AnyFormat, Format, parse_format
 
 INT3, INT4 = (Format(bits=bits, group=64) for bits in (3, 4))

@@ -15,7 +15,7 @@ from torch import Tensor
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.expert_table import build
-from trilobite.kernels.triton_bench import random_weight
+from trilobite.measure.gpu import random_weight
 from trilobite.recipe import parse_format
 
 FORMATS = (

@@ -12,7 +12,7 @@ import torch
 from _ahead import Wanted, compile_all, cores, noting, reason
 from _gpu_rows import Row, cells
 
-from trilobite.kernels.triton_bench import seconds
+from trilobite.measure.gpu import seconds
 
 Calls = Sequence[Callable[[], object]]
 

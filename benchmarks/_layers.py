@@ -10,9 +10,9 @@ from trilobite.formats.incoherence import draw_signs
 from trilobite.formats.lattice import DIM, Record
 from trilobite.formats.weight import factor_shape, stored_shapes
 from trilobite.kernels.expert_table import Column
-from trilobite.kernels.layer_shapes import DEEPSEEK as ROUTED
-from trilobite.kernels.layer_shapes import MIXTRAL as MIXTRAL
-from trilobite.kernels.layer_shapes import Layer
+from trilobite.measure.shapes import DEEPSEEK as ROUTED
+from trilobite.measure.shapes import MIXTRAL as MIXTRAL
+from trilobite.measure.shapes import Layer
 from trilobite.recipe import COMPENSATORS, Format, LatticeFormat
 
 # Its two shared experts work on every token; as routed ones they cost the same bytes.

@@ -16,12 +16,12 @@ from trilobite.checkpoint.source import open_source
 from trilobite.errors import DestinationError
 from trilobite.evaluate.frequency import expert_frequency, load_frequency, save_frequency
 from trilobite.evaluate.perplexity import tokenize_file, windows
-from trilobite.quantize.calibrated import Calibrator
-from trilobite.quantize.calibration import Calibration
-from trilobite.quantize.calibration_loop import Run
-from trilobite.quantize.compress import compress, prepare
-from trilobite.quantize.options import Options
-from trilobite.quantize.plan import Plan
+from trilobite.quantize.calibrate.loop import Run
+from trilobite.quantize.calibrate.windows import Calibration
+from trilobite.quantize.plan.plan import Plan
+from trilobite.quantize.run.calibrator import Calibrator
+from trilobite.quantize.run.compress import compress, prepare
+from trilobite.quantize.run.options import Options
 from trilobite.recipe import PRESETS, Recipe, needs_calibration
 from trilobite.runtime.load import load, load_tokenizer
 

@@ -7,8 +7,8 @@ from _recipes import slug
 
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import open_source
-from trilobite.quantize.compress import prepare
-from trilobite.quantize.plan import Plan
+from trilobite.quantize.plan.plan import Plan
+from trilobite.quantize.run.compress import prepare
 from trilobite.recipe import BODY_ROLES, Format, Recipe, Role, Rule
 
 INT3 = Format(bits=3, group=64)

@@ -20,7 +20,7 @@ from trilobite.checkpoint.source import open_source
 from trilobite.evaluate.perplexity import Score, score, tokenize_file
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.runtime.load import load, load_tokenizer, map_tensors
-from trilobite.runtime.swap import group_parts
+from trilobite.runtime.modules.swap import group_parts
 
 AGREEMENT = 1e-6
 """Largest KL divergence between the operators and the decoded model: float32 rounding, nothing else."""

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trilobite.models.deepseek import register
-from trilobite.quantize.compress import compress
+from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
-from trilobite.runtime.experts import PackedExperts
-from trilobite.runtime.linear import PackedLinear
+from trilobite.runtime.modules.experts import PackedExperts
+from trilobite.runtime.modules.linear import PackedLinear
 
 
 def _config(name: str) -> tuple[Any, str]:

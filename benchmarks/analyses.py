@@ -31,9 +31,9 @@ from _script import SHARED, add_page, add_text, add_work, parser
 from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.evaluate.perplexity import Score
-from trilobite.quantize.matrix import quantize, relative_error
-from trilobite.quantize.milo import Compensation, milo
-from trilobite.quantize.stats import kurtosis, residual_rank
+from trilobite.quantize.methods.bands import quantize, relative_error
+from trilobite.quantize.methods.milo import Compensation, milo
+from trilobite.quantize.plan.statistics import kurtosis, residual_rank
 from trilobite.recipe import Recipe, Role
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -38,11 +38,11 @@ from _synthetic import heavy_tailed
 from torch import Tensor
 
 from trilobite.formats.weight import dequantize
-from trilobite.quantize import gptq as gptq_module
-from trilobite.quantize import ldlq as ldlq_module
-from trilobite.quantize.hessian import relative_loss
-from trilobite.quantize.matrix import quantize_measured
-from trilobite.quantize.milo import Compensation, milo
+from trilobite.quantize.methods import gptq as gptq_module
+from trilobite.quantize.methods import ldlq as ldlq_module
+from trilobite.quantize.methods.bands import quantize_measured
+from trilobite.quantize.methods.hessian import relative_loss
+from trilobite.quantize.methods.milo import Compensation, milo
 from trilobite.recipe import Format, LatticeFormat
 
 INT3, INT2 = Format(bits=3, group=64), Format(bits=2, group=64)

@@ -18,7 +18,7 @@ from _script import add_page, parser, publish
 from torch import Tensor
 
 from trilobite.formats.lattice import DIM, RHO, nearest
-from trilobite.quantize.matrix import quantize_measured
+from trilobite.quantize.methods.bands import quantize_measured
 from trilobite.recipe import Format, LatticeFormat, parse_format
 
 LATTICES = ("e8p-2", "grid-2", "e8p-3", "grid-3", "e8p-4", "grid-4")

@@ -29,8 +29,8 @@ from _script import add_output, add_page, parser, publish
 from _synthetic import heavy_tailed, write_mixtral
 from torch import Tensor
 
-from trilobite.quantize.matrix import quantize
-from trilobite.quantize.milo import Compensation, milo
+from trilobite.quantize.methods.bands import quantize
+from trilobite.quantize.methods.milo import Compensation, milo
 from trilobite.recipe import Format
 
 INT3 = Format(bits=3, group=64)
@@ -237,7 +237,7 @@ def implied_table(rows: list[dict[str, Any]]) -> str:
 CHILD = """
 import sys, time
 from pathlib import Path
-from trilobite.quantize.compress import compress
+from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 compress(sys.argv[1], Path(sys.argv[2]), load_recipe("rtn3"))
 status = Path("/proc/self/status").read_text()

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from trilobite.evaluate.perplexity import score, tokenize_file
 from trilobite.formats.incoherence import draw_signs
-from trilobite.kernels import cpu, ops
-from trilobite.quantize.compress import compress
+from trilobite.kernels import ops
+from trilobite.kernels.cpu import engine as cpu
+from trilobite.quantize.run.compress import compress
 from trilobite.recipe import Format, LatticeFormat, load_recipe
 from trilobite.runtime.load import load, load_tokenizer
 

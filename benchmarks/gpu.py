@@ -46,8 +46,8 @@ from _gpu_run import Case, Run, compile_ahead
 from _markdown import insert, markers, table
 from _script import parser
 
-from trilobite.kernels.layer_shapes import DEEPSEEK, MIXTRAL
-from trilobite.kernels.triton_bench import copy_bandwidth, matmul_peak
+from trilobite.measure.gpu import copy_bandwidth, matmul_peak
+from trilobite.measure.shapes import DEEPSEEK, MIXTRAL
 
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 512)
 FEW_TOKENS = (1, 16, 128)

@@ -31,19 +31,17 @@ from triton.compiler import ASTSource
 
 from trilobite.formats.lattice import Record
 from trilobite.formats.weight import PackedWeight, factor_shape, stored_shapes
-from trilobite.kernels import (
-    triton_gate_up,
-    triton_hadamard,
-    triton_lattice,
-    triton_product,
-    triton_routing,
-    triton_tuning,
-)
-from trilobite.kernels.layer_shapes import DEEPSEEK, MIXTRAL, Layer
-from trilobite.kernels.triton_experts import experts
-from trilobite.kernels.triton_launch import Launch, recording
-from trilobite.kernels.triton_layout import Place, coding
-from trilobite.kernels.triton_linear import linear
+from trilobite.kernels.gpu import tuning as triton_tuning
+from trilobite.kernels.gpu.device import gate_up as triton_gate_up
+from trilobite.kernels.gpu.device import hadamard as triton_hadamard
+from trilobite.kernels.gpu.device import lattice as triton_lattice
+from trilobite.kernels.gpu.device import product as triton_product
+from trilobite.kernels.gpu.device import routing as triton_routing
+from trilobite.kernels.gpu.experts import experts
+from trilobite.kernels.gpu.launch import Launch, recording
+from trilobite.kernels.gpu.layout.pack import Place, coding
+from trilobite.kernels.gpu.linear import linear
+from trilobite.measure.shapes import DEEPSEEK, MIXTRAL, Layer
 from trilobite.recipe import AnyFormat, LatticeFormat, parse_format
 
 ELEPHANTS = ("int4-channel-sym", "int8-channel-sym")

@@ -25,7 +25,7 @@ from ptx.memory import EmulationError
 from rich.console import Console
 from rich.progress import track
 
-from trilobite.kernels.triton_launch import recording
+from trilobite.kernels.gpu.launch import recording
 
 CPU = torch.device("cpu")
 TOKENS = (1, 12, 40)

@@ -39,10 +39,10 @@ from trilobite.checkpoint.source import open_source
 from trilobite.formats.incoherence import Spin, draw_signs, read_signs
 from trilobite.formats.lattice import DIM, RHO, nearest
 from trilobite.formats.weight import dequantize
-from trilobite.quantize.calibration import SAMPLES, Calibration
-from trilobite.quantize.calibration_store import HessianStore
-from trilobite.quantize.hessian import relative_loss, weighted_error
-from trilobite.quantize.ldlq import SIGMA, block_ldl, block_ldlq, quantize_lattice
+from trilobite.quantize.calibrate.store import HessianStore
+from trilobite.quantize.calibrate.windows import SAMPLES, Calibration
+from trilobite.quantize.methods.hessian import relative_loss, weighted_error
+from trilobite.quantize.methods.ldlq import SIGMA, block_ldl, block_ldlq, quantize_lattice
 from trilobite.recipe import LatticeFormat
 
 FORMAT = LatticeFormat(codebook="e8p", bits=2)

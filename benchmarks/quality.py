@@ -26,7 +26,7 @@ from _scoring import open_bench
 from _script import add_model, add_output, add_page, add_text, add_work, parser, publish
 
 from trilobite.evaluate.perplexity import REFERENCE, Score
-from trilobite.quantize.calibration import SAMPLES, Calibration
+from trilobite.quantize.calibrate.windows import SAMPLES, Calibration
 
 
 def rows_of(

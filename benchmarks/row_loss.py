@@ -27,7 +27,7 @@ from torch import Tensor
 from trilobite.checkpoint.roles import Matrix, Role, identify, read_matrix
 from trilobite.checkpoint.source import open_source
 from trilobite.evaluate.perplexity import score
-from trilobite.quantize.calibration_store import HessianStore
+from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.runtime.load import load
 
 METHODS = ("gptq2", "quip2")

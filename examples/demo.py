@@ -14,7 +14,7 @@ from rich.table import Table
 
 import trilobite
 from trilobite.evaluate.perplexity import Score, score, tokenize_file
-from trilobite.runtime.generate import Sampling, generate
+from trilobite.runtime.generate.text import Sampling, generate
 from trilobite.runtime.load import load_tokenizer
 
 HERE = Path(__file__).parent

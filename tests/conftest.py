@@ -3,11 +3,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import SHARED
 
 # Before anything imports Triton: its kernels are tested on the CPU, in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import typer
+from support.paths import ROOT
 
 from trilobite.cli import app
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "examples" / "README.md"])
 each_page = pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])

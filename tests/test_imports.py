@@ -2,12 +2,14 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from support.paths import SRC
 
-SRC = Path(__file__).resolve().parents[1] / "src" / "trilobite"
-FILES = sorted(SRC.rglob("*.py"))
+PACKAGE = SRC / "trilobite"
+FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What each part may import, itself aside. `errors, recipe <- checkpoint <- formats <- quantize` and
 # `formats <- kernels <- runtime <- evaluate`: an arrow is a direction, so further back is allowed too.
@@ -21,21 +23,18 @@ ALLOWED: dict[str, set[str]] = {
     "quantize": BASE | {"checkpoint", "formats", "kernels", "models", "__init__"},
     "kernels": BASE | {"formats"},
     "runtime": BASE | {"checkpoint", "formats", "kernels", "models"},
+    "measure": BASE | {"formats", "kernels"},
     "evaluate": BASE | {"checkpoint", "formats", "kernels", "models", "runtime"},
 }
 BELOW_INTEGRATIONS = {*ALLOWED, "__init__"}
 """`integrations` may import everything below the command line; the members of TOP anything."""
 TOP = {"cli", "__main__", "doctor", "__init__"}
-NATIVE = ("trilobite.kernels.cpu", "trilobite.kernels.native")
-SHARED_KERNELS = {
-    "trilobite.kernels",
-    *(f"trilobite.kernels.{m}" for m in ("ops", "expert_table", "reference")),
-}
+NATIVE = ("trilobite.kernels.cpu.quantize", "trilobite.kernels.cpu.native")
 
 
 def part_of(path: Path) -> str:
-    """`quantize/milo.py` -> quantize, `errors.py` -> errors."""
-    return path.relative_to(SRC).parts[0].removesuffix(".py")
+    """`quantize/methods/milo.py` -> quantize, `errors.py` -> errors."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -52,7 +51,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def _module(module: str, name: str) -> str:
     """`from trilobite.kernels import ops` imports the module trilobite.kernels.ops."""
-    inside = SRC.joinpath(*module.split(".")[1:], name)
+    inside = PACKAGE.joinpath(*module.split(".")[1:], name)
     return f"{module}.{name}" if inside.is_dir() or inside.with_suffix(".py").exists() else module
 
 
@@ -72,7 +71,7 @@ def forbidden(path: Path, tree: ast.AST) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_point_one_way(path: Path) -> None:
     assert forbidden(path, ast.parse(path.read_text())) == []
 
@@ -80,12 +79,12 @@ def test_imports_point_one_way(path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("quantize/rtn.py", "from trilobite.runtime.load import load"),
-        ("quantize/rtn.py", "from trilobite.kernels import ops"),
-        ("quantize/rtn.py", "from trilobite.kernels.reference import linear"),
-        ("runtime/load.py", "import trilobite.quantize.compress"),
+        ("quantize/methods/rtn.py", "from trilobite.runtime.load import load"),
+        ("quantize/methods/rtn.py", "from trilobite.kernels import ops"),
+        ("quantize/methods/rtn.py", "from trilobite.kernels.reference import linear"),
+        ("runtime/load.py", "import trilobite.quantize.run.compress"),
         ("runtime/load.py", "from trilobite import quantize"),
-        ("formats/affine.py", "from trilobite.quantize.rtn import rtn"),
+        ("formats/affine.py", "from trilobite.quantize.methods.rtn import rtn"),
         ("formats/affine.py", "def f():\n    from trilobite.kernels import ops"),
         ("kernels/ops.py", "from trilobite.checkpoint.packed import PARTIAL"),
         ("checkpoint/packed.py", "from trilobite.formats import weight"),
@@ -93,46 +92,109 @@ def test_imports_point_one_way(path: Path) -> None:
         ("errors.py", "from trilobite.recipe import Role"),
         ("models/deepseek.py", "from trilobite.recipe import Role"),
         ("integrations/transformers.py", "from trilobite.cli import main"),
-        ("evaluate/perplexity.py", "from trilobite.quantize.stats import kurtosis"),
+        ("evaluate/perplexity.py", "from trilobite.quantize.plan.statistics import kurtosis"),
         ("newcomer/a.py", "from trilobite.recipe import Role"),
     ],
 )
 def test_a_wrong_import_is_noticed(path: str, line: str) -> None:
-    assert forbidden(SRC / path, ast.parse(line))
+    assert forbidden(PACKAGE / path, ast.parse(line))
 
 
 @pytest.mark.parametrize(
-    "line", ["from trilobite.kernels import cpu_quantize", "from trilobite.formats import affine"]
+    "line", ["from trilobite.kernels.cpu import quantize", "from trilobite.formats import affine"]
 )
 def test_a_right_import_is_accepted(line: str) -> None:
-    assert forbidden(SRC / "quantize/rtn.py", ast.parse(line)) == []
+    assert forbidden(PACKAGE / "quantize/methods/rtn.py", ast.parse(line)) == []
+
+
+BACKENDS = ("trilobite.kernels.cpu", "trilobite.kernels.gpu")
+ROOMS: dict[str, set[str]] = {
+    "quantize/plan": {"methods"},
+    "quantize/methods": set(),
+    "quantize/calibrate": {"finetune", "methods", "plan"},
+    "quantize/finetune": {"calibrate", "methods", "plan"},
+    "quantize/run": {"calibrate", "finetune", "methods", "plan"},
+    "kernels/cpu": set(),
+    "kernels/gpu": set(),
+    "kernels/gpu/device": set(),
+    "kernels/gpu/layout": set(),
+    "runtime/modules": set(),
+    "runtime/generate": set(),
+}
+"""What a room may import of the rooms beside it; the files that lie between rooms are for all of them."""
+
+
+def room_of(module: str) -> str:
+    """`trilobite.quantize.methods.rtn` -> quantize/methods; its own folder where it lies in no room."""
+    return "/".join(module.split(".")[1:-1])
+
+
+def module_of(path: Path) -> str:
+    """`quantize/methods/rtn.py` -> trilobite.quantize.methods.rtn."""
+    return ".".join(["trilobite", *path.relative_to(PACKAGE).with_suffix("").parts])
+
+
+def trespasses(path: Path, tree: ast.AST) -> list[str]:
+    """The imports of a file from rooms that its own does not stand upon."""
+    here = room_of(module_of(path))
+    if here not in ROOMS:
+        return []
+    floor, wrong = here.rpartition("/")[0], []
+    for module in imports(tree):
+        there = room_of(module)
+        beside = there != here and there.rpartition("/")[0] == floor
+        if beside and there.rpartition("/")[2] not in ROOMS[here]:
+            wrong.append(module)
+    return wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_stand_upon_each_other(path: Path) -> None:
+    assert trespasses(path, ast.parse(path.read_text())) == []
+
+
+def test_every_room_is_known() -> None:
+    """Each folder inside of a part, but for those that hold no code of ours."""
+    folders = {str(p.parent.relative_to(PACKAGE)) for p in PACKAGE.rglob("__init__.py")}
+    assert {f for f in folders if "/" in f} == set(ROOMS)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("quantize/methods/rtn.py", "from trilobite.quantize.calibrate import loop"),
+        ("quantize/plan/plan.py", "from trilobite.quantize.run.options import Options"),
+        ("kernels/gpu/device/tile.py", "from trilobite.kernels.gpu.layout import pack"),
+        ("runtime/modules/linear.py", "from trilobite.runtime.generate.text import generate"),
+    ],
+)
+def test_a_trespass_is_noticed(path: str, line: str) -> None:
+    assert trespasses(PACKAGE / path, ast.parse(line))
+
+
+def test_no_circles() -> None:
+    """No module imports itself through others, imports within functions included."""
+    graph = {module_of(p): set(imports(ast.parse(p.read_text()))) for p in FILES}
+    TopologicalSorter(graph).prepare()
 
 
 def test_backends_are_imported_by_the_operators_only() -> None:
-    """Others ask kernels/ops.py; quantizers have a native module of their own, doctor reports the machine."""
-    backends = {
-        f"trilobite.kernels.{p.stem}"
-        for p in (SRC / "kernels").glob("*.py")
-        if p.stem.startswith(("cpu", "triton"))
-    }
+    """Others ask kernels/ops.py; quantizers have a native module of their own; measure and doctor look inside."""
     for path in FILES:
-        name = str(path.relative_to(SRC))
-        found = set(imports(ast.parse(path.read_text()))) & backends
-        allowed: set[str] = set()
-        if name == "kernels/ops.py":
-            allowed = backends
+        name = str(path.relative_to(PACKAGE))
+        found = {m for m in imports(ast.parse(path.read_text())) if m.startswith(BACKENDS)}
+        allowed: tuple[str, ...] = ()
+        if name == "kernels/ops.py" or name.startswith("measure/"):
+            allowed = BACKENDS
         elif name.startswith("quantize/"):
-            allowed = {m for m in backends if m.startswith("trilobite.kernels.cpu_")}
-        elif name.startswith("cli/") or name in ("doctor.py", "cli.py"):
-            allowed = {
-                f"trilobite.kernels.{m}"
-                for m in ("cpu", "triton_bench", "triton_launch", "triton_search", "triton_tuning")
-            }
-        elif name.startswith("kernels/cpu"):
-            allowed = {m for m in backends if "cpu" in m}
-        elif name.startswith("kernels/triton"):
-            allowed = {m for m in backends if "triton" in m}
-        assert found <= allowed, name
+            allowed = NATIVE
+        elif name.startswith("cli/") or name == "doctor.py":
+            allowed = (BACKENDS[0], *(f"{BACKENDS[1]}.{m}" for m in ("launch", "tuning")))
+        elif name.startswith("kernels/cpu/"):
+            allowed = BACKENDS[:1]
+        elif name.startswith("kernels/gpu/"):
+            allowed = BACKENDS[1:]
+        assert {m for m in found if not m.startswith(allowed)} == set(), name
 
 
 def test_everything_has_a_place() -> None:
@@ -145,7 +207,7 @@ def test_no_drawer_of_utilities() -> None:
     assert [p for p in FILES if p.stem in ("utils", "util", "helpers", "common", "misc")] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_pickles_and_no_code_from_checkpoints(path: Path) -> None:
     assert dangers(ast.parse(path.read_text())) == []
 

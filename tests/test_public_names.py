@@ -1,15 +1,15 @@
 """The public surface is what docs/api.md says, no more and no less."""
 
 import re
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 from transformers import AutoConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import trilobite
 
-API = Path(__file__).parent.parent / "docs" / "api.md"
+API = ROOT / "docs" / "api.md"
 
 
 def test_public_names_are_those_documented() -> None:

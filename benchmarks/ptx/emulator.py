@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 from torch import Tensor
 
-from trilobite.kernels.triton_launch import Launch
+from trilobite.kernels.gpu.launch import Launch
 
 from . import tensor_core
 from .arithmetic import HANDLERS

@@ -14,7 +14,7 @@ from trilobite.recipe import load_recipe
 
 if TYPE_CHECKING:
     from trilobite.integrations.transformers import TrilobiteConfig
-    from trilobite.quantize.compress import compress
+    from trilobite.quantize.run.compress import compress
     from trilobite.runtime.load import load
 
 __version__ = "0.1.0"
@@ -24,7 +24,7 @@ __all__ = ["TrilobiteConfig", "TrilobiteError", "__version__", "compress", "load
 def __getattr__(name: str) -> Any:
     """The public names that need torch and transformers, looked up when they are first used."""
     if name == "compress":
-        from trilobite.quantize.compress import compress
+        from trilobite.quantize.run.compress import compress
 
         return compress
     if name == "TrilobiteConfig":

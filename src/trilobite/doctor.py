@@ -13,7 +13,8 @@ import torch
 
 import trilobite
 from trilobite.errors import DeviceError
-from trilobite.kernels import cpu, ops
+from trilobite.kernels import ops
+from trilobite.kernels.cpu import engine as cpu
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy")
 EXTRAS = {"eval": "lm_eval", "plot": "matplotlib", "gpu": "triton"}
@@ -139,7 +140,8 @@ def _gpu_kernels() -> dict[str, Any]:
         return {"backend": "none", "reason": "torch sees no CUDA device"}
     if missing := ops.missing_triton():
         return {"backend": reference, "reason": missing}
-    from trilobite.kernels import triton_launch, triton_tuning
+    from trilobite.kernels.gpu import launch as triton_launch
+    from trilobite.kernels.gpu import tuning as triton_tuning
 
     device = torch.device("cuda", 0)
     try:

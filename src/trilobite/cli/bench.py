@@ -61,8 +61,8 @@ def _on_gpu() -> list[dict[str, Any]]:
     import torch
 
     _require_triton()
-    from trilobite.kernels import triton_bench
-    from trilobite.kernels.layer_shapes import DEEPSEEK, MIXTRAL
+    from trilobite.measure import gpu as triton_bench
+    from trilobite.measure.shapes import DEEPSEEK, MIXTRAL
     from trilobite.recipe import Format
 
     device = torch.device("cuda")
@@ -82,7 +82,8 @@ def _on_cpu() -> list[dict[str, Any]]:
 
     from trilobite.formats.affine import packed_shape
     from trilobite.formats.weight import PackedWeight
-    from trilobite.kernels import cpu, ops
+    from trilobite.kernels import ops
+    from trilobite.kernels.cpu import engine as cpu
     from trilobite.kernels.expert_table import build
     from trilobite.recipe import Format
 
@@ -118,7 +119,8 @@ def _require_triton() -> None:
 
 def _tune(device: Any) -> None:
     _require_triton()
-    from trilobite.kernels import triton_search, triton_tuning
+    from trilobite.kernels.gpu import tuning as triton_tuning
+    from trilobite.measure import tiles as triton_search
 
     triton_search.tune(device, note)
     print(f"wrote {triton_tuning.user_file()}")

@@ -50,9 +50,9 @@ from trilobite.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trilobite.quantize.compress import Result
-    from trilobite.quantize.plan import Plan
-    from trilobite.quantize.report import Report
+    from trilobite.quantize.plan.plan import Plan
+    from trilobite.quantize.plan.report import Report
+    from trilobite.quantize.run.compress import Result
 
 SCARCE = 20
 """Lines of the table of experts that saw few tokens."""
@@ -116,7 +116,7 @@ def compress(
         progress = CompressProgress(bars)
         try:
             from trilobite.checkpoint.source import open_source
-            from trilobite.quantize.compress import compress as run
+            from trilobite.quantize.run.compress import compress as run
 
             result = run(
                 src if revision is None else str(open_source(src, revision=revision).path),
@@ -136,7 +136,7 @@ def compress(
 def _print_result(dst: Path, result: "Result", json: bool) -> None:
     from trilobite.checkpoint.packed import read_report
     from trilobite.checkpoint.summary import bytes_on_disk
-    from trilobite.quantize.report import report, scarce, slowest
+    from trilobite.quantize.plan.report import report, scarce, slowest
 
     tensors = read_report(dst)["tensors"]
     made = report(tensors, bytes_on_disk=bytes_on_disk(dst))
@@ -167,7 +167,7 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
 
 def _print_scarce(tensors: "Sequence[Mapping[str, Any]]") -> None:
     """The matrices that saw so few calibration tokens that others' Hessians, or none, stood in for their own."""
-    from trilobite.quantize.report import scarce
+    from trilobite.quantize.plan.report import scarce
 
     rows = [
         (where, matrices, str(tokens), f"{own:.0%}" if tokens else "none")
@@ -203,9 +203,9 @@ def plan(
     """
     chosen = chosen_recipe(recipe, keep, group_size, rank, method, compensator, iterations)
     from trilobite.checkpoint.source import open_source
-    from trilobite.quantize.compress import prepare
-    from trilobite.quantize.plan import plan_json
-    from trilobite.quantize.report import report
+    from trilobite.quantize.plan.plan import plan_json
+    from trilobite.quantize.plan.report import report
+    from trilobite.quantize.run.compress import prepare
 
     with Progress() as bars:
         made = prepare(

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from trilobite.quantize.options import Options
-    from trilobite.quantize.plan import Plan, PlanLine
+    from trilobite.quantize.plan.plan import Plan, PlanLine
+    from trilobite.quantize.run.options import Options
 
 WIDTH = 160
 """Of tables when the output is no terminal: nothing is cut off in a log."""
@@ -145,7 +145,7 @@ class CompressProgress:
 
     def options(self, jobs: int, device: str) -> "Options":
         """How to run, with this object looking on."""
-        from trilobite.quantize.options import Options
+        from trilobite.quantize.run.options import Options
 
         return Options(
             jobs=jobs,

@@ -11,8 +11,8 @@ from trilobite.cli.options import JsonOption, RevisionOption
 
 if TYPE_CHECKING:
     from trilobite.checkpoint.summary import RoleSummary
-    from trilobite.quantize.report import Account
-    from trilobite.quantize.stats import RoleSample
+    from trilobite.quantize.plan.report import Account
+    from trilobite.quantize.plan.statistics import RoleSample
 
 
 def inspect(
@@ -43,7 +43,7 @@ def inspect(
     from trilobite.checkpoint.roles import identify
     from trilobite.checkpoint.source import open_source
     from trilobite.checkpoint.summary import summarize
-    from trilobite.quantize.stats import sample_roles
+    from trilobite.quantize.plan.statistics import sample_roles
 
     source = open_source(path, revision=revision)
     if is_packed(source.path) or _names_trilobite(source.config):
@@ -118,7 +118,7 @@ def _inspect_packed(path: Path, json: bool) -> None:
     from trilobite.checkpoint.packed import read_report
     from trilobite.checkpoint.source import open_source
     from trilobite.checkpoint.summary import bytes_on_disk
-    from trilobite.quantize.report import account, report
+    from trilobite.quantize.plan.report import account, report
 
     found = read_report(path)
     open_source(str(path))
@@ -140,7 +140,7 @@ def _inspect_packed(path: Path, json: bool) -> None:
 
 def _print_accounts(accounts: "list[Account]") -> None:
     """Bits per weight by what they are for; parts that no matrix has are left out."""
-    from trilobite.quantize.report import PARTS
+    from trilobite.quantize.plan.report import PARTS
 
     parts = [part for part in PARTS if any(a.bits[part] for a in accounts)]
     rows = [

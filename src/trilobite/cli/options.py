@@ -12,7 +12,7 @@ from trilobite.recipe import Recipe, load_recipe, parse_role, recipe_from_dict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trilobite.quantize.calibration import Calibration
+    from trilobite.quantize.calibrate.windows import Calibration
 
 RecipeOption = Annotated[
     str,
@@ -134,7 +134,7 @@ def _use_activations(mode: str) -> str:
     if mode not in ("exact", "int8"):
         raise typer.BadParameter("expected exact or int8")
     if mode == "int8":
-        from trilobite.kernels import cpu
+        from trilobite.kernels.cpu import engine as cpu
 
         if not cpu.available():
             raise MissingExtraError(
@@ -189,7 +189,7 @@ def chosen_calibration(
     settings: samples, context, seed, propagate, memory (GiB) and finetune; None = the default
     Raises CalibrationError for a memory that is no number of GiB.
     """
-    from trilobite.quantize.calibration import Calibration
+    from trilobite.quantize.calibrate.windows import Calibration
 
     given = {name: value for name, value in settings.items() if value is not None}
     if text is None and save is None and hessians is None:
@@ -207,7 +207,7 @@ def chosen_calibration(
 
 def usable_device(name: str) -> str:
     """cpu or cuda; raises RecipeError where there is no such device."""
-    from trilobite.quantize.options import pick_device
+    from trilobite.quantize.run.options import pick_device
 
     return pick_device(name).type
 

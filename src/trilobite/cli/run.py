@@ -11,9 +11,9 @@ from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, u
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trilobite.runtime.cache import FixedCache
-    from trilobite.runtime.chat import Chat
-    from trilobite.runtime.generate import Generated
+    from trilobite.runtime.generate.cache import FixedCache
+    from trilobite.runtime.generate.chat import Chat
+    from trilobite.runtime.generate.text import Generated
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A packed or an original checkpoint: folder or hub id.", metavar="MODEL")
@@ -57,7 +57,7 @@ def _place(device: str, compiled: bool) -> str:
 
 def _fixed_cache(compiled: bool, model: "PreTrainedModel") -> "FixedCache | None":
     """What makes `generate` compile its step, where that is asked for."""
-    from trilobite.runtime.cache import FixedCache
+    from trilobite.runtime.generate.cache import FixedCache
 
     if not compiled:
         return None
@@ -88,7 +88,7 @@ def generate(
     Example: trilobite generate mixtral-3bit "The sea is" -n 64 --temperature 0.7 --seed 1
     """
     from trilobite import load
-    from trilobite.runtime import generate as runtime
+    from trilobite.runtime.generate import text as runtime
     from trilobite.runtime.load import load_tokenizer
 
     with quiet():
@@ -154,8 +154,8 @@ def chat(
     Example: trilobite chat mixtral-3bit --temperature 0.7
     """
     from trilobite import load
-    from trilobite.runtime.chat import Chat
-    from trilobite.runtime.generate import Sampling
+    from trilobite.runtime.generate.chat import Chat
+    from trilobite.runtime.generate.text import Sampling
     from trilobite.runtime.load import load_tokenizer
 
     with quiet():

@@ -21,14 +21,14 @@ from trilobite.checkpoint.packed import FORMAT_VERSION, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CheckpointError, RecipeError
 from trilobite.models.names import memory_names
-from trilobite.quantize.compress import prepare
-from trilobite.quantize.line import quantize_line
-from trilobite.quantize.plan import Plan, PlanLine
+from trilobite.quantize.plan.plan import Plan, PlanLine
+from trilobite.quantize.run.compress import prepare
+from trilobite.quantize.run.one_line import quantize_line
 from trilobite.quantize.threads import single_threaded_torch
 from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
-from trilobite.runtime.experts import EXPERT_NAME, PackedExperts
-from trilobite.runtime.linear import PackedLinear, PackedMatrix
-from trilobite.runtime.swap import finish, group_parts, on_meta, swap_modules
+from trilobite.runtime.modules.experts import EXPERT_NAME, PackedExperts
+from trilobite.runtime.modules.linear import PackedLinear, PackedMatrix
+from trilobite.runtime.modules.swap import finish, group_parts, on_meta, swap_modules
 
 METHOD = "trilobite"
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check
-from trilobite.kernels import cpu, reference
-from trilobite.kernels.cpu_bound import Binding as Binding
-from trilobite.kernels.cpu_bound import BoundExperts as BoundExperts
-from trilobite.kernels.cpu_bound import BoundLinear as BoundLinear
+from trilobite.kernels import reference
+from trilobite.kernels.cpu import engine as cpu
+from trilobite.kernels.cpu.bound import Binding as Binding
+from trilobite.kernels.cpu.bound import BoundExperts as BoundExperts
+from trilobite.kernels.cpu.bound import BoundLinear as BoundLinear
 from trilobite.kernels.expert_table import check_routing
 from trilobite.recipe import LatticeFormat
 
 if TYPE_CHECKING:
-    from trilobite.kernels.triton_layout import Pack as Pack
+    from trilobite.kernels.gpu.layout.pack import Pack as Pack
 
 TRITON = (3, 6)
 """The oldest that compiles the GPU kernels."""
@@ -129,7 +130,9 @@ def _experts_cpu(
 def _linear_gpu(
     x: Tensor, slab: Tensor, table: Tensor, bias: Tensor | None, spec: Sequence[int], rows: int
 ) -> Tensor:
-    from trilobite.kernels import triton_linear  # imports Triton, which takes a while and is not always there
+    from trilobite.kernels.gpu import (
+        linear as triton_linear,  # imports Triton, which takes a while and is not always there
+    )
 
     return triton_linear.linear(x, slab, table, bias, spec, rows)
 
@@ -146,7 +149,7 @@ def _experts_gpu(
     activation: str,
     spec: Sequence[int],
 ) -> Tensor:
-    from trilobite.kernels import triton_experts
+    from trilobite.kernels.gpu import experts as triton_experts
 
     return triton_experts.experts(
         x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation, spec
@@ -270,7 +273,8 @@ def gpu_layout(weights: Iterable[PackedWeight | None]) -> bool:
     device = present[0].packed.device
     if device.type != "cuda" or missing_triton():
         return False
-    from trilobite.kernels import triton_launch, triton_layout
+    from trilobite.kernels.gpu import launch as triton_launch
+    from trilobite.kernels.gpu.layout import pack as triton_layout
 
     triton_launch.check_device(device)
     return all(triton_layout.computes(w.format) for w in present if w.lattice is not None)
@@ -281,7 +285,8 @@ def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> "Pack":
 
     Raises ShapeError for a format that the GPU kernels do not compute, DeviceError when memory does not suffice.
     """
-    from trilobite.kernels import triton_layout, triton_rotated
+    from trilobite.kernels.gpu import rotated as triton_rotated
+    from trilobite.kernels.gpu.layout import pack as triton_layout
 
     pack = triton_layout.repack(rows)
     triton_rotated.upload(w for row in rows for w in row if w is not None)
@@ -290,7 +295,7 @@ def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> "Pack":
 
 def restore(pack: "Pack", shapes: Sequence[tuple[int, int]]) -> list[list[PackedWeight | None]]:
     """The weights as stored, bit for bit (but for double quantization): inverse of `repack`."""
-    from trilobite.kernels import triton_layout
+    from trilobite.kernels.gpu.layout import pack as triton_layout
 
     return triton_layout.restore(pack, shapes)
 

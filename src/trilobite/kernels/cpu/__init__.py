@@ -1,0 +1,1 @@
+"""The CPU engine: the native library of csrc/, found, called and bound."""

@@ -1,0 +1,108 @@
+"""Calls of the CPU engine that know their weights: everything about these is checked and laid out once.
+
+While a model decodes, megabytes of weights pass the caches between two calls, and Python code that checks shapes and
+dispatches operators runs cold: 100 microseconds and more a call, of which a warm loop shows 10. A bound call does what
+depends on the activations and no more. It keeps the memory whose addresses it knows, also when a tensor gets other
+memory (`.data = ...`); copies of a module, and pickles, get None in its place and bind again.
+"""
+
+import ctypes
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from trilobite.errors import ShapeError
+from trilobite.formats.weight import PackedWeight
+from trilobite.kernels.cpu import engine as cpu
+from trilobite.kernels.cpu.matrix import lattice_matrix, matrix
+
+
+class _Bound:
+    """Addresses belong to one process and to these tensors."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+Call = TypeVar("Call")
+
+
+class Binding(_Bound, Generic[Call]):
+    """What a module keeps: a call, or None where no backend has one, and the tensors that it was made for.
+
+    Changes in place that torch does not count, through `.data` and of inference tensors, are seen in what the engine
+    reads where it lies; not in what it has a copy of: biases that alternate, are strided, or differ in dtype.
+    """
+
+    def __init__(self, call: Call | None, *tensors: Tensor | None) -> None:
+        """call: made for `tensors`, all that its memory or a copy of it comes from."""
+        self.call = call
+        self._seen = [_seen(t) for t in tensors]
+
+    def holds(self, *tensors: Tensor | None) -> bool:
+        """Whether it was made for these very tensors, and they have the same memory and values as then."""
+        for (mine, address, version), other in zip(self._seen, tensors, strict=True):
+            if mine is not other:
+                return False
+            if mine is None:
+                continue
+            if mine.data_ptr() != address or (version is not None and mine._version != version):
+                return False
+        return True
+
+
+def _seen(t: Tensor | None) -> tuple[Tensor | None, int, int | None]:
+    """A tensor, its address, and its count of changes; inference tensors have none."""
+    if t is None:
+        return None, 0, None
+    return t, t.data_ptr(), None if t.is_inference() else t._version
+
+
+def _memory(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Aliases that keep the memory of tensors when those get other memory."""
+    return tuple(t.detach() for t in tensors if t is not None)
+
+
+class BoundLinear(_Bound):
+    """`cpu.linear` with one weight and bias. Raises ShapeError when these do not fit."""
+
+    def __init__(self, w: PackedWeight, bias: Tensor | None) -> None:
+        """w: [N, K]    bias: [N] or None."""
+        self._rows, self._k = w.shape
+        if w.lattice is None:
+            self._matrix, parts = matrix(w.packed, w.scale, w.lra, w.lrb, w.shape)
+        else:
+            self._matrix, parts = lattice_matrix(w)
+        bias, self._bias_dtype = cpu.linear_bias(bias, self._rows)
+        self._address = ctypes.addressof(self._matrix)
+        self._bias_address = None if bias is None else bias.data_ptr()
+        self._memory = _memory(*parts, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., K] -> [..., N] in x.dtype. Raises ShapeError."""
+        if x.shape[-1] != self._k:
+            raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={self._k}")
+        return cpu.run_linear(x, self._address, self._rows, self._bias_address, self._bias_dtype)
+
+
+class BoundExperts(_Bound):
+    """`cpu.experts` with one layer. Raises ShapeError or ArchitectureError when its parts do not fit."""
+
+    def __init__(
+        self,
+        slab: Tensor,
+        table: Tensor,
+        biases: tuple[Tensor | None, Tensor | None],
+        sizes: tuple[int, int],
+        activation: str,
+    ) -> None:
+        """slab, table: see `expert_table`    biases: gate_up [E, 2I] and down [E, H]    sizes: (H, I)."""
+        self._layer, parts = cpu.experts_layer(slab, table, *biases, sizes, activation)
+        self._memory = _memory(*parts)
+
+    def __call__(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H] in x.dtype. Raises ShapeError."""
+        return cpu.run_experts(x, top_k_index, top_k_weights, self._layer)

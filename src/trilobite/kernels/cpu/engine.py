@@ -1,0 +1,332 @@
+"""The CPU engine: checks tensors, then hands their addresses to the native library (csrc/).
+
+Everything that could make native code read or write out of bounds is checked before an address leaves:
+element types, shapes, devices and contiguity here and in `cpu_matrix`, the offsets of an expert table in the
+library, for the experts in use.
+
+Two modes of arithmetic. *exact* (the default) sums in fp32 and keeps activations to 22 bits of the largest
+value in every 32 or 64 columns (three 8-bit digits; nothing at all is lost of a bfloat16 value down to 2**-14
+of it), or, for more tokens on machines with AMX, as sums of bfloat16 numbers: one for bfloat16 inputs, two
+for float16 inputs and for results of the activation function, three for float32. *int8* keeps one digit; it
+is chosen explicitly, by `set_activations` or `activations`.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import ArchitectureError, ShapeError
+from trilobite.formats.bitpack import BLOCK
+from trilobite.formats.incoherence import factors
+from trilobite.formats.weight import PackedWeight
+from trilobite.kernels.cpu import native
+from trilobite.kernels.cpu.matrix import dense, dtype_code, lattice_matrix, matrix, rotation
+from trilobite.kernels.expert_table import Column, check_routing, has_lattice
+from trilobite.recipe import CODEBOOKS, TRANSFORMS, LatticeFormat
+
+ACTIVATIONS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu": 1,
+    "gelu_new": 2,
+    "gelu_pytorch_tanh": 2,
+    "gelu_fast": 2,
+    "relu": 3,
+    "sigmoid": 4,
+    "quick_gelu": 5,
+    "relu2": 6,
+    "tanh": 7,
+    "linear": 8,
+    "gpt_oss": 9,
+}
+"""Gate activations of the library; others run in the reference."""
+DIGITS = {"exact": 3, "int8": 1}
+TIERS = ("scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx")
+
+_lib, _reason = native.load()
+_digits = DIGITS["exact"]
+
+
+def available() -> bool:
+    """Whether the native library is loaded."""
+    return _lib is not None
+
+
+def library() -> ctypes.CDLL:
+    """The native library; raises ImportError with the reason when there is none."""
+    if _lib is None:
+        raise ImportError(f"the CPU engine is not available: {_reason}")
+    return _lib
+
+
+def info() -> dict[str, Any]:
+    """What `trilobite doctor` prints: available, tier, threads, activations, reason."""
+    cap = os.environ.get("TRILOBITE_ISA")
+    known = cap is None or cap in TIERS
+    return {
+        "available": available(),
+        "tier": _lib.trilobite_tier().decode() if _lib else "reference",
+        "threads": _threads(),
+        "activations": activation_mode(),
+        "reason": _reason
+        if known
+        else f"{_reason}; TRILOBITE_ISA={cap} is none of {', '.join(TIERS)}: ignored",
+    }
+
+
+def set_activations(mode: str) -> None:
+    """Choose how activations enter the products, for the whole process: "exact" or "int8"."""
+    global _digits
+    if mode not in DIGITS:
+        raise ValueError(f"activations {mode!r}: expected one of {', '.join(DIGITS)}")
+    _digits = DIGITS[mode]
+
+
+def activation_mode() -> str:
+    """The mode in force: "exact" or "int8"."""
+    return next(name for name, digits in DIGITS.items() if digits == _digits)
+
+
+@contextmanager
+def activations(mode: str) -> Iterator[None]:
+    """`set_activations` for the length of a with block."""
+    before = activation_mode()
+    set_activations(mode)
+    try:
+        yield
+    finally:
+        set_activations(before)
+
+
+def set_tier(name: str | None) -> str:
+    """Cap the instruction set (for tests; users set TRILOBITE_ISA); returns the tier that is now in use."""
+    if library().trilobite_set_tier(None if name is None else name.encode()):
+        raise ValueError(f"tier {name!r}: expected one of {', '.join(TIERS)}")
+    return str(library().trilobite_tier().decode())
+
+
+def set_threads(count: int | None) -> None:
+    """Threads of the engine, whatever torch uses; None (the default): as many as torch.
+
+    Affinity, the cgroup's quota and TRILOBITE_THREADS stay the upper limit.
+    """
+    global _wanted_threads
+    if count is not None and count < 1:
+        raise ValueError(f"{count} threads; expected at least 1")
+    _wanted_threads = count
+
+
+def measure_read_bandwidth(data: Tensor | None = None, repeats: int = 5, threads: int | None = None) -> float:
+    """Median GB/s at which the pool reads `data` (default: 512 MiB of fresh memory) once."""
+    data = torch.ones(512 << 20, dtype=torch.uint8) if data is None else data
+    threads = threads or _threads()
+    seconds = sorted(
+        library().trilobite_read_seconds(data.data_ptr(), data.nbytes, threads) for _ in range(repeats)
+    )
+    return float(data.nbytes / seconds[len(seconds) // 2] / 1e9)
+
+
+def measure_peak(mode: str = "int8", threads: int | None = None) -> float:
+    """GMAC/s of the tier's arithmetic for many tokens in a mode: bfloat16 or byte products, as it uses them."""
+    return float(library().trilobite_peak_macs(DIGITS[mode], threads or _threads()) / 1e9)
+
+
+_max_threads = int(_lib.trilobite_max_threads()) if _lib else torch.get_num_threads()
+_wanted_threads: int | None = None
+
+
+def _threads() -> int:
+    return min(_wanted_threads or torch.get_num_threads(), _max_threads)
+
+
+def _raise() -> None:
+    raise ShapeError(library().trilobite_error().decode())
+
+
+def linear_bias(bias: Tensor | None, rows: int) -> tuple[Tensor | None, int]:
+    """A bias [rows] ready for the library, and the number of its element type. Raises ShapeError."""
+    if bias is None:
+        return None, 0
+    bias, dtype = dense(bias, "linear: bias"), dtype_code(bias, "linear: bias")
+    if bias.shape != (rows,):
+        raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{rows}]")
+    return bias, dtype
+
+
+def linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor | None,
+    lra: Tensor | None,
+    lrb: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+) -> Tensor:
+    """`torch.ops.trilobite.linear` on the CPU. x: [..., K]    returns: [..., rows] in x.dtype."""
+    w, _parts = matrix(packed, scale, lra, lrb, (rows, x.shape[-1]))
+    bias, bias_dtype = linear_bias(bias, rows)
+    return run_linear(x, ctypes.addressof(w), rows, None if bias is None else bias.data_ptr(), bias_dtype)
+
+
+def run_linear(x: Tensor, w: int, rows: int, bias: int | None, bias_dtype: int) -> Tensor:
+    """Multiply by a matrix that is checked already. w: address of its `native.Matrix`    bias: address, or None."""
+    dtype = dtype_code(x, "linear: x")
+    x = dense(x, "linear: x")
+    y = x.new_empty((*x.shape[:-1], rows))
+    assert _lib is not None
+    tokens = x.numel() // x.shape[-1]
+    if _lib.trilobite_linear(
+        x.data_ptr(), dtype, tokens, w, bias, bias_dtype, y.data_ptr(), _digits, _threads()
+    ):
+        _raise()
+    return y
+
+
+def rotate(x: Tensor, signs: Tensor, *, adjoint: bool = False) -> Tensor:
+    """T x along the last dimension, or T^T x: `incoherence.Spin` of a Hadamard transform, on one thread.
+
+    x: [..., n] fp32    signs: as stored, uint8 [ceil(n/8)], or [2n] when tuned
+    Raises ShapeError where there is no Hadamard matrix of order n, and for another number of signs.
+    """
+    n = x.shape[-1]
+    if signs.numel() not in (-(-n // 8), 2 * n):
+        raise ShapeError(f"rotate: {signs.numel()} bytes of signs for vectors of {n} values")
+    y = dense(x, "rotate: x", torch.float32).clone()
+    signs, tuned = dense(signs, "rotate: signs", torch.uint8), int(signs.numel() == 2 * n)
+    if library().trilobite_rotate(
+        rotation(n), signs.data_ptr(), tuned, int(adjoint), y.data_ptr(), x.numel() // n
+    ):
+        _raise()
+    return y
+
+
+def runs(fmt: LatticeFormat, n: int, k: int) -> bool:
+    """Whether the library multiplies [n, k] matrices of a lattice format; the reference does it otherwise."""
+    few = all(sum(m & (m - 1) > 0 for m in factors(side) or ()) <= native.CORES for side in (n, k))
+    return available() and fmt.codebook == "e8p" and fmt.transform == "hadamard" and k % BLOCK == 0 and few
+
+
+def runs_experts(table: Tensor, sizes: tuple[int, int], activation: str) -> bool:
+    """Whether the library runs a layer: it has the activation, and `runs` holds for all matrices in a lattice format.
+
+    table: [E, 3, 16] int64    sizes: (H, I)
+    """
+    if activation not in ACTIVATIONS:
+        return False
+    if not has_lattice(table):
+        return True
+    rows = table[table[..., Column.LATTICE] >= 0]
+    kinds = {(c, t) for c, t in rows[:, [Column.CODEBOOK, Column.TRANSFORM]].tolist()}
+    formats = (LatticeFormat(codebook=CODEBOOKS[c], bits=2, transform=TRANSFORMS[t]) for c, t in kinds)
+    return all(runs(fmt, n, k) for fmt in formats for n, k in (sizes, sizes[::-1]))
+
+
+def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
+    """`torch.ops.trilobite.lattice_linear` on the CPU, for a weight that fits its shape and that `runs` accepts.
+
+    x: [..., K]    bias: [N] or None    returns: [..., N] in x.dtype
+    """
+    found, _parts = lattice_matrix(w)
+    bias, bias_dtype = linear_bias(bias, w.shape[0])
+    address = None if bias is None else bias.data_ptr()
+    return run_linear(x, ctypes.addressof(found), w.shape[0], address, bias_dtype)
+
+
+def _bias(bias: Tensor | None, shape: tuple[int, int], name: str) -> Tensor | None:
+    if bias is None:
+        return None
+    if bias.shape != shape:
+        raise ShapeError(f"experts: {name} is {list(bias.shape)}, expected {list(shape)}")
+    return dense(bias, f"experts: {name}")
+
+
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    slab: Tensor,
+    table: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    intermediate: int,
+    activation: str,
+) -> Tensor:
+    """`torch.ops.trilobite.experts` on the CPU; arguments as in `reference.experts`.
+
+    returns: [T, H] in x.dtype
+    """
+    layer, _parts = experts_layer(
+        slab, table, gate_up_bias, down_bias, (x.shape[-1], intermediate), activation
+    )
+    return run_experts(x, top_k_index, top_k_weights, layer)
+
+
+def experts_layer(
+    slab: Tensor,
+    table: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    sizes: tuple[int, int],
+    activation: str,
+) -> tuple[native.ExpertsArgs, tuple[Tensor | None, ...]]:
+    """All that a call of `experts` says of the layer, and the tensors that its addresses belong to.
+
+    sizes: (H, I)    Raises ShapeError or ArchitectureError.
+    """
+    if activation not in ACTIVATIONS:
+        raise ArchitectureError(
+            f"activation {activation!r} is not one of the CPU engine: {', '.join(ACTIVATIONS)}"
+        )
+    if table.dim() != 3 or table.shape[1:] != (3, len(Column)) or table.dtype != torch.int64:
+        raise ShapeError(
+            f"experts: table is {list(table.shape)} {table.dtype}, expected [E, 3, {len(Column)}] int64"
+        )
+    (hidden, intermediate), count = sizes, table.shape[0]
+    slab, table = dense(slab, "experts: slab", torch.uint8), dense(table, "experts: table")
+    gate_up_bias = _bias(gate_up_bias, (count, 2 * intermediate), "gate_up_bias")
+    down_bias = _bias(down_bias, (count, hidden), "down_bias")
+    if gate_up_bias is not None and down_bias is not None and gate_up_bias.dtype != down_bias.dtype:
+        gate_up_bias, down_bias = gate_up_bias.float(), down_bias.float()
+    some_bias = gate_up_bias if gate_up_bias is not None else down_bias
+    layer = native.ExpertsArgs(
+        slab=slab.data_ptr(),
+        table=table.data_ptr(),
+        gate_up_bias=None if gate_up_bias is None else gate_up_bias.data_ptr(),
+        down_bias=None if down_bias is None else down_bias.data_ptr(),
+        bias_dtype=0 if some_bias is None else dtype_code(some_bias, "experts: bias"),
+        experts=count,
+        hidden=hidden,
+        intermediate=intermediate,
+        slab_bytes=slab.numel(),
+        activation=ACTIVATIONS[activation],
+    )
+    if has_lattice(table):
+        layer.rotate_hidden, layer.rotate_intermediate = map(rotation, sizes)
+    return layer, (slab, table, gate_up_bias, down_bias)
+
+
+def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: native.ExpertsArgs) -> Tensor:
+    """Run a layer that is checked already. `layer` stays as it is: several threads may use it at a time."""
+    check_routing(x, top_k_index, top_k_weights)
+    if x.shape[1] != layer.hidden:
+        raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={layer.hidden}")
+    dtype, weights_dtype = dtype_code(x, "experts: x"), dtype_code(top_k_weights, "experts: top_k_weights")
+    x, index = dense(x, "experts: x"), dense(top_k_index, "experts: top_k_index")
+    weights = dense(top_k_weights, "experts: top_k_weights")
+    if index.numel() == 0:
+        return torch.zeros_like(x)
+    y = torch.empty_like(x)
+    args = native.ExpertsArgs.from_buffer_copy(layer)
+    args.x, args.index, args.weights = x.data_ptr(), index.data_ptr(), weights.data_ptr()
+    args.y, args.dtype, args.weights_dtype = y.data_ptr(), dtype, weights_dtype
+    args.index_bytes, (args.tokens, args.active) = index.element_size(), index.shape
+    args.digits, args.threads = _digits, _threads()
+    assert _lib is not None
+    if _lib.trilobite_experts(ctypes.addressof(args)):
+        _raise()
+    return y

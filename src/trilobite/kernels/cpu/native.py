@@ -1,0 +1,111 @@
+"""Finds and loads the shared object of csrc/ and declares its C interface (csrc/trilobite.h)."""
+
+import ctypes
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from ctypes import Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from pathlib import Path
+
+NAME = "libtrilobite.so"
+VARIABLE = "TRILOBITE_LIBRARY"
+"""Environment variable: path of another build of the library, for example one with sanitizers."""
+
+
+CORES = 4
+"""TRILOBITE_CORES."""
+
+
+class Rotation(Structure):
+    """`trilobite_rotation`."""
+
+    _fields_ = (("n", c_int64), ("count", c_int64), ("order", c_int64 * CORES), ("core", c_void_p * CORES))
+
+
+class Matrix(Structure):
+    """`trilobite_matrix`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("packed", "scale", "lra", "lrb")),
+        *(
+            (name, c_int64)
+            for name in ("n", "k", "rank", "rank_bits", "bits", "group", "symmetric", "double_quant")
+        ),
+        *((name, c_void_p) for name in ("lattice", "signs_in", "signs_out")),
+        ("tuned", c_int64),
+        *((name, c_void_p) for name in ("rotate_in", "rotate_out")),
+    )
+
+
+class ExpertsArgs(Structure):
+    """`trilobite_experts_args`."""
+
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in ("x", "index", "weights", "slab", "table", "gate_up_bias", "down_bias", "y")
+        ),
+        *(
+            (name, c_int64)
+            for name in ("dtype", "weights_dtype", "bias_dtype", "index_bytes", "tokens", "active")
+        ),
+        *(
+            (name, c_int64)
+            for name in ("experts", "hidden", "intermediate", "slab_bytes", "activation", "digits")
+        ),
+        ("threads", c_int64),
+        *((name, c_void_p) for name in ("rotate_hidden", "rotate_intermediate")),
+    )
+
+
+def _candidates() -> Iterator[Path]:
+    if os.environ.get(VARIABLE):
+        yield Path(os.environ[VARIABLE])
+        return
+    yield Path(__file__).parent / NAME
+    # An editable install keeps the Python files in the source tree and the library in site-packages.
+    for folder in (sysconfig.get_path("platlib"), *site.getsitepackages(), *sys.path):
+        yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
+
+
+ABI = 4
+"""Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
+
+
+def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    if lib.trilobite_abi() != ABI:
+        raise OSError(
+            f"it has interface {lib.trilobite_abi()}, this package {ABI}: install the package again"
+        )
+    signatures = {
+        "linear": (
+            c_int,
+            [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64],
+        ),
+        "rotate": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
+        "experts": (c_int, [c_void_p]),
+        "quantize": (c_int, [c_void_p]),
+        "error": (c_char_p, []),
+        "tier": (c_char_p, []),
+        "set_tier": (c_int, [c_char_p]),
+        "max_threads": (c_int64, []),
+        "read_seconds": (c_double, [c_void_p, c_int64, c_int64]),
+        "peak_macs": (c_double, [c_int64, c_int64]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, f"trilobite_{name}")
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and the reason why not."""
+    tried = [p for p in dict.fromkeys(_candidates()) if p.is_file()]
+    if not tried:
+        return None, f"{NAME} is not installed (no C++ compiler at install time?)"
+    try:
+        return _declare(ctypes.CDLL(str(tried[0]))), f"loaded {tried[0]}"
+    except (OSError, AttributeError) as e:
+        return None, f"{tried[0]} does not load: {e}"

@@ -1,0 +1,79 @@
+"""Native inner loops of the quantizers: one call finds the lines of a band of rows, rounds, and packs its tiles.
+
+The twin of quantize/{rtn,search,hqq}.py. Codes are identical except where a weight lies within rounding of the middle
+between two codes (a few in 100,000 with hqq, whose powers are approximated to 1e-5).
+"""
+
+import ctypes
+from ctypes import Structure, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import ShapeError
+from trilobite.formats.affine import packed_shape
+from trilobite.kernels.cpu import native
+from trilobite.recipe import Format
+
+METHODS = {"rtn": 0, "search": 1, "hqq": 2}
+Line = tuple[Tensor, Tensor | None]
+
+_lib, _ = native.load()
+
+
+class _Args(Structure):
+    """`trilobite_quantize_args`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("w", "scale", "offset", "original", "values", "packed")),
+        *(
+            (name, c_int64)
+            for name in ("rows", "k", "group", "bits", "symmetric", "method", "steps", "threads")
+        ),
+    )
+
+
+def tier() -> str:
+    """Which instruction set the loops use: results may differ in the last bit between two of them."""
+    return str(_lib.trilobite_tier().decode()) if _lib else "torch"
+
+
+def supports(w: Tensor, fmt: Format, method: str) -> bool:
+    """Whether the native library quantizes such a band. Double quantization needs more than one tile at a time."""
+    return _lib is not None and w.device.type == "cpu" and not fmt.double_quant and method in METHODS
+
+
+def quantize_band(
+    w: Tensor,
+    fmt: Format,
+    method: str,
+    *,
+    steps: int,
+    original: Tensor,
+    residual: Tensor,
+    packed: bool,
+) -> tuple[Line, Tensor | None]:
+    """Quantize a band of rows on the calling thread.
+
+    w, original: [N, K] fp32    steps: alternations of search from each start
+    residual: [N, K] fp32, receives the original minus what is stored    packed: whether to make tiles
+    returns: the line [N, K/G] fp32 as found; the tiles or None
+    Raises ShapeError for shapes that do not fit.
+    """
+    assert _lib is not None
+    n, k = w.shape
+    shape = packed_shape(fmt, n, k)
+    w, original = w.contiguous(), original.contiguous()
+    assert w.dtype == original.dtype == torch.float32
+    assert w.shape == original.shape == residual.shape
+    assert residual.is_contiguous()
+    assert residual.dtype == torch.float32
+    scale = torch.empty(n, shape[1])
+    offset = None if fmt.symmetric else torch.empty(n, shape[1])
+    tiles = torch.empty(shape, dtype=torch.uint8) if packed else None
+    tensors = (w, scale, offset, original, residual, tiles)
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], steps, 1)
+    if _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes))):
+        raise ShapeError(_lib.trilobite_error().decode())
+    return (scale, offset), tiles

@@ -1,0 +1,1 @@
+"""The GPU engine: Triton kernels on a layout of their own."""

@@ -1,0 +1,1 @@
+"""The original model run block by block on a text, for the Hessians of its matrices."""

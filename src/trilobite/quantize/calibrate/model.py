@@ -1,0 +1,226 @@
+"""The original model, run block by block by transformers' own code.
+
+What enters a block besides hidden states (position embeddings, masks) is recorded on a pass through the model in which
+every block hands its input on.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from trilobite.checkpoint.roles import Matrix
+from trilobite.checkpoint.source import Source
+from trilobite.errors import ArchitectureError, CalibrationError
+from trilobite.quantize.calibrate.weights import BlockWeights
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a block is called with besides its hidden states."""
+
+
+class _Stop(Exception):
+    """Ends a forward pass whose rest is of no interest."""
+
+
+class BlockModel(BlockWeights):
+    """A causal language model whose blocks are loaded and run one by one. Forward passes may run in several threads."""
+
+    def __init__(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> None:
+        """Build the model on meta. Raises ArchitectureError when it is not a stack of decoder blocks."""
+        super().__init__(source, matrices, device)
+        self._arguments: dict[int, dict[str, Arguments]] = {}
+        self._tuples = False
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """What enters the first block. Everything outside of the blocks must be loaded.
+
+        ids: [B, T] int64    returns: [B, T, H]
+        """
+        found: list[Tensor] = []
+
+        def first(*args: Any, **kwargs: Any) -> None:
+            found.append(_split(args, kwargs)[0])
+            raise _Stop
+
+        with self._replaced({self.blocks[0]: first}):
+            self._forward(ids)
+        return found[0]
+
+    @torch.no_grad()
+    def record(self, ids: Tensor) -> None:
+        """Learn what each block is called with for a batch of this shape. Block 0 must be loaded, and the outside.
+
+        ids: [S, T] int64, at least one window    Raises ArchitectureError where it depends on the tokens.
+        """
+        size = len(ids)
+        if size not in self._arguments:
+            self._arguments[size] = self._recorded(ids)
+
+    def _recorded(self, ids: Tensor) -> dict[str, Arguments]:
+        found: dict[str, Arguments] = {}
+
+        def first(*args: Any, **kwargs: Any) -> None:
+            hidden, rest, named = _split(args, kwargs)
+            found[self.blocks[0]] = rest, named
+            out = type(block).forward(block, hidden, *rest, **named)
+            self._tuples = isinstance(out, tuple)
+            raise _Stop
+
+        def passer(name: str) -> Callable[..., Any]:
+            def hand_on(*args: Any, **kwargs: Any) -> Any:
+                hidden, rest, named = _split(args, kwargs)
+                found[name] = rest, named
+                return self._output(hidden)
+
+            return hand_on
+
+        block = self._modules[self.blocks[0]]
+        with self._replaced({self.blocks[0]: first}):
+            self._forward(ids)
+        with self._replaced({name: passer(name) for name in self.blocks}):
+            self._forward(ids)
+        if missing := [name for name in self.blocks if name not in found]:
+            raise ArchitectureError(f"{missing[0]}: is never run by its model, which cannot be calibrated")
+        return found
+
+    def check_arguments(self, ids: Tensor) -> None:
+        """Raise ArchitectureError when two windows call a block with different things besides hidden states.
+
+        ids: [S, T] int64
+        """
+        one, other = self._recorded(ids[:1]), self._recorded(ids[-1:])
+        for name in self.blocks:
+            if not _same(one[name], other[name]):
+                raise ArchitectureError(
+                    f"{name}: is called with more than hidden states that depends on the text; such a model cannot be "
+                    "run block by block: choose a recipe without calibration"
+                )
+
+    @torch.no_grad()
+    def run(self, block: str, hidden: Tensor) -> Tensor:
+        """One block on a batch. Raises CalibrationError when the outcome is not finite.
+
+        hidden: [B, T, H]    returns: [B, T, H]
+        """
+        args, kwargs = self._arguments[len(hidden)][block]
+        result = _states(self._modules[block](hidden, *args, **kwargs))
+        if not bool(torch.isfinite(result.sum(dtype=torch.float32))) and not bool(
+            torch.isfinite(result).all()
+        ):
+            raise CalibrationError(
+                f"{block}: its output holds NaN or infinity on the calibration text; the checkpoint is damaged, or "
+                f"overflows in {self.dtype}"
+            )
+        return result
+
+    def apply(self, block: str, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """One block in fp32 with other parameters than its own, differentiable. Not for several threads.
+
+        hidden: [B, T, H] any float dtype    parameters: fp32, all of the block's by name    returns: [B, T, H] fp32
+        """
+        args, kwargs = _in_fp32(self._arguments[len(hidden)][block])
+        own = {name.removeprefix(f"{block}."): p for name, p in parameters.items()}
+        return _states(
+            functional_call(self._modules[block], own, (hidden.float(), *args), kwargs, tie_weights=False)
+        )
+
+    def logits(self, ids: Tensor, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """What the model makes of what left the last block, in fp32, differentiable. Not for several threads.
+
+        ids: [B, T] int64    hidden: [B, T, H]    parameters: those of `parameters("")`    returns: [B, T, vocabulary]
+        """
+        with self._giving(hidden):
+            out = functional_call(
+                self.model,
+                dict(parameters),
+                kwargs={"input_ids": ids.to(self.device), "use_cache": False},
+                tie_weights=False,
+            )
+        result: Tensor = out.logits
+        return result
+
+    @torch.no_grad()
+    def head_input(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """What enters the output head, given what left the last block.
+
+        ids: [B, T] int64    hidden: [B, T, H]    returns: [B, T, H]
+        """
+        found: list[Tensor] = []
+        with self._giving(hidden):
+            self._forward(ids, found)
+        return found[0]
+
+    def _forward(self, ids: Tensor, head_inputs: list[Tensor] | None = None) -> None:
+        """The whole model up to its head."""
+
+        def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if head_inputs is not None:
+                head_inputs.append(args[0])
+            raise _Stop
+
+        head = self.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(stop)
+        try:
+            self.model(input_ids=ids.to(self.device), use_cache=False)
+        except _Stop:
+            pass
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def _replaced(self, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+        """Blocks do something else for a while."""
+        for name, function in functions.items():
+            self._modules[name].forward = function  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for name in functions:
+                del self._modules[name].forward
+
+    def _giving(self, hidden: Tensor) -> AbstractContextManager[None]:
+        """The blocks give these hidden states, whatever enters them."""
+        return self._replaced(dict.fromkeys(self.blocks, lambda *_, **__: self._output(hidden)))
+
+    def _output(self, hidden: Tensor) -> Any:
+        """Hidden states as a block of this model returns them."""
+        return (hidden,) if self._tuples else hidden
+
+
+def _states(out: Any) -> Tensor:
+    """The hidden states in what a block returned."""
+    states: Tensor = out[0] if isinstance(out, tuple) else out
+    return states
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Hidden states, other positional arguments, keyword arguments."""
+    if args:
+        return args[0], args[1:], kwargs
+    rest = dict(kwargs)
+    return rest.pop("hidden_states"), (), rest
+
+
+def _in_fp32(value: Any) -> Any:
+    """The same, with all floating-point tensors in fp32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_in_fp32(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _in_fp32(v) for k, v in value.items()}
+    return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(v, other[k]) for k, v in one.items())
+    return True

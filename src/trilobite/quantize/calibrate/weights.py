@@ -1,0 +1,250 @@
+"""The original model without its data: built on the meta device, its blocks loaded one by one.
+
+A block's weights come from the checkpoint through transformers' own conversion (which renames and stacks experts) and
+go back to nothing when the block is done.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from trilobite.checkpoint.roles import Matrix
+from trilobite.checkpoint.source import DTYPES, Source
+from trilobite.checkpoint.unpack import dequantize_blocks, dequantize_mxfp4
+from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.models.deepseek import register
+from trilobite.models.names import memory_names
+from trilobite.quantize.calibrate.stacked_experts import expert_matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a matrix of the plan is in memory. expert: index in a module of stacked experts, or None."""
+
+    module: str
+    expert: int | None = None
+    projection: str | None = None
+
+
+class BlockWeights:
+    """A causal language model whose blocks are loaded one by one.
+
+    blocks: names of the blocks in memory    dtype: of weights and activations
+    """
+
+    def __init__(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> None:
+        """Build the model on meta. Raises ArchitectureError when it is not a stack of decoder blocks."""
+        register()
+        self.source, self.device = source, device
+        self.model = _skeleton(source, device)
+        self.dtype: torch.dtype = self.model.dtype
+        stack = _stack(self.model, str(source.path))
+        self.blocks = tuple(f"{stack}.{i}" for i in range(len(self.model.get_submodule(stack))))
+        self._index = {block: i for i, block in enumerate(self.blocks)}
+        self._places: dict[str, Place | None] = {}
+        self._translate = memory_names(self.model)
+        self._files: dict[str, list[Matrix]] = {}
+        for matrix in {m.source: m for m in matrices}.values():
+            self._files.setdefault(self._block_of(matrix.source), []).append(matrix)
+        self._modules = dict(self.model.named_modules())
+
+    def _block_of(self, name: str) -> str:
+        """The block that a tensor on disk belongs to, or ""."""
+        index = self._block_index(self._translate(name))
+        return "" if index is None else self.blocks[index]
+
+    def _block_index(self, name: str) -> int | None:
+        """Of the block that a name in memory belongs to."""
+        depth = self.blocks[0].count(".") + 1
+        return self._index.get(".".join(name.split(".")[:depth]))
+
+    def place(self, matrix: Matrix) -> Place | None:
+        """The module that works with a matrix; None where the model has none, as for extra prediction layers."""
+        if matrix.name not in self._places:
+            self._places[matrix.name] = self._place(matrix)
+        return self._places[matrix.name]
+
+    def _place(self, matrix: Matrix) -> Place | None:
+        path = self._translate(matrix.name).removesuffix(".weight")
+        if isinstance(self._modules.get(path), nn.Linear):
+            return Place(module=path)
+        if matrix.expert is None or matrix.projection is None:
+            return None
+        path = path.rsplit(f".{matrix.expert}.", 1)[0]
+        if not isinstance(getattr(self._modules.get(path), "down_proj", None), nn.Parameter):
+            return None
+        return Place(module=path, expert=matrix.expert, projection=matrix.projection)
+
+    def block_of(self, place: Place) -> int | None:
+        """Index of the block that a module is in; None for what is outside of all blocks."""
+        return self._block_index(place.module)
+
+    def module(self, path: str) -> nn.Module:
+        """A module by its name in memory."""
+        found: nn.Module = self._modules[path]
+        return found
+
+    def load(self, block: str) -> None:
+        """Bring a block's weights in; "" is everything outside of the blocks. Raises CheckpointError."""
+        tensors = {}
+        for matrix in self._files.get(block, []):
+            name, tensor = _original(self.source, matrix)
+            tensors[name] = tensor
+        config = LoadStateDictConfig(
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            weight_mapping=get_model_conversion_mapping(self.model),
+            device_map={"": self.device},
+        )
+        with _quiet():
+            found, _ = convert_and_load_state_dict_in_model(self.model, tensors, config)
+        prefix = f"{block}." if block else ""
+        wanted = {
+            n for n in found.missing_keys if n.startswith(prefix) and (block or self._block_index(n) is None)
+        }
+        wanted -= set(self.model.all_tied_weights_keys)
+        bad = sorted(wanted | {m[0] for m in found.mismatched_keys})
+        if bad or found.conversion_errors:
+            raise CheckpointError(
+                f"{self.source.path}: {bad[0] if bad else next(iter(found.conversion_errors))} is missing or has "
+                "another shape than its model; copy the checkpoint again"
+            )
+
+    def drop(self, block: str) -> None:
+        """Give a block's memory back."""
+        for path, module in self._modules.items():
+            index = self._block_index(path)
+            if index == self._index.get(block):
+                for name, parameter in list(module._parameters.items()):
+                    if parameter is not None:
+                        empty = torch.empty_like(parameter, device="meta")
+                        module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+
+    @torch.no_grad()
+    def put(self, place: Place, w: Tensor) -> None:
+        """Replace a loaded matrix. w: [N, K] fp32."""
+        module = self.module(place.module)
+        if place.expert is None:
+            module.get_parameter("weight").copy_(w)
+        else:
+            expert_matrix(module, place.expert, place.projection).copy_(w)
+
+    def parameter(self, matrix: Matrix) -> str | None:
+        """Name in memory of the parameter that a kept tensor is; None where it is none of its own."""
+        name = self._translate(matrix.name)
+        found = self._modules.get(name.rpartition(".")[0])
+        own = None if found is None else found._parameters.get(name.rpartition(".")[2])
+        return name if own is not None and tuple(own.shape) == matrix.shape else None
+
+    def parameters(self, block: str) -> dict[str, Tensor]:
+        """The parameters of a loaded block by name, "" is everything outside of the blocks but the embedding."""
+        index = self._index.get(block)
+        found = {
+            f"{path}.{name}".lstrip("."): parameter.detach()
+            for path, module in self._modules.items()
+            if self._block_index(path) == index
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        for name, source in self.model.all_tied_weights_keys.items():
+            if name in found and source in found:
+                found[name] = found[source]
+        embedding = self.model.get_input_embeddings()
+        return {n: p for n, p in found.items() if self._modules[n.rpartition(".")[0]] is not embedding}
+
+
+def _skeleton(source: Source, device: torch.device) -> PreTrainedModel:
+    """The model on meta, with real values in the buffers that no checkpoint holds (rotary frequencies)."""
+    try:
+        config = AutoConfig.from_pretrained(source.path)
+    except (ValueError, KeyError) as e:
+        raise ArchitectureError(
+            f"{source.path}: model_type {source.config.get('model_type')!r} is unknown to transformers, which "
+            "calibration runs the model with; choose a recipe without calibration"
+        ) from e
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ArchitectureError(
+            f"{source.path}: {type(config).__name__} has no causal language model in transformers, and calibration "
+            "runs decoder-only models; choose a recipe without calibration"
+        )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else _body_dtype(source)
+    with _quiet(), torch.device("meta"):
+        model: PreTrainedModel = kind._from_config(config, dtype=dtype)
+    owners = [(m, name) for m in model.modules() for name in m._non_persistent_buffers_set]
+    for module, name in owners:
+        if (buffer := module._buffers[name]) is not None:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for module in model.modules():
+        if hasattr(module, "_is_hf_initialized"):
+            del module._is_hf_initialized
+    model.initialize_weights()
+    for module, name in owners:
+        if (buffer := module._buffers[name]) is not None:
+            module._buffers[name] = buffer.to(device)
+    return model.eval()
+
+
+def _body_dtype(source: Source) -> torch.dtype:
+    wide = (i for i in source.tensors.values() if len(i.shape) > 1 and i.dtype in ("F32", "F16", "BF16"))
+    info = next(wide, None)
+    return torch.bfloat16 if info is None else DTYPES[info.dtype]
+
+
+def _stack(model: PreTrainedModel, where: str) -> str:
+    """Name of the list of decoder blocks."""
+    config = model.config.get_text_config()
+    if config.is_encoder_decoder:
+        raise ArchitectureError(
+            f"{where}: an encoder-decoder model; calibration runs decoder-only models: choose a recipe without it"
+        )
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and len(m) == count and count
+    ]
+    found: str | None = min(lists, key=lambda name: name.count("."), default=None)
+    if found is None:
+        raise ArchitectureError(
+            f"{where}: {type(model).__name__} has no list of {count} decoder blocks to run one by one; choose a "
+            "recipe without calibration"
+        )
+    return found
+
+
+def _original(source: Source, matrix: Matrix) -> tuple[str, Tensor]:
+    """One tensor of the checkpoint in 16 bit, under the name that it has in 16-bit checkpoints."""
+    view = matrix.view
+    w = source.read(matrix.source)
+    if not view.scale:
+        return matrix.source, w
+    scale = source.read(view.scale)
+    if view.block:
+        return matrix.source, dequantize_blocks(w, scale, view.block, matrix.source)
+    # gpt-oss keeps its experts as [E, K, N] in 16 bit, and as blocks of rows in MXFP4.
+    return matrix.source.removesuffix("_blocks"), dequantize_mxfp4(w, scale).mT.contiguous()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and notes of transformers."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Fine-tuning of what is not codes, block by block or of the whole model."""

@@ -1,0 +1,243 @@
+"""Fine-tuning of what is not codes (QuIP# section 5 and Algorithm 5): sign vectors, norms, routers, a 16-bit head.
+
+A block's codes are all found first. Then the vectors s of its transforms, as real numbers, its norms and its router are
+trained so that the block gives what the original one gives for the same inputs. `full` goes on with the whole model,
+against the original's distribution of the next token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trilobite.errors import CalibrationError
+from trilobite.quantize.calibrate.model import BlockModel
+from trilobite.quantize.finetune.part import Part
+from trilobite.quantize.finetune.store import WHOLE, TunedStore, part_name
+from trilobite.quantize.plan.plan import PlanLine, Progress
+
+RATE, SIGNS_RATE = 5e-5, 5e-4
+"""Adam's learning rates (section D): of norms, routers and a head, and of sign vectors."""
+EPOCHS = 5
+PATIENCE = 2
+"""Epochs in a row without a lower loss on the windows set aside that end the training."""
+BATCH = 8
+"""Windows of a step within a block; of a step through the whole model it is one, as published."""
+VALIDATION = 3
+"""Every third window is set aside: the paper trains on 256 and validates on 128."""
+TRAINING_BYTES = 24
+"""Memory of a weight in training: codes decoded, both rotations, the parameter, and gradients."""
+
+Buffer = Callable[[tuple[int, ...], torch.dtype], Tensor]
+Tick = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What to train on. train, valid: indices of windows    batch: windows of a step    seed: of their order."""
+
+    train: Tensor
+    valid: Tensor
+    batch: int
+    seed: int
+
+    @property
+    def sizes(self) -> set[int]:
+        """How many windows a batch may have."""
+        return {len(b) for rows in (self.train, self.valid) for b in torch.split(rows, self.batch)}
+
+
+def make_course(windows: int, batch: int, seed: int) -> Course:
+    """Set every third window aside. Raises CalibrationError when there are fewer than three."""
+    if windows < VALIDATION:
+        raise CalibrationError(
+            f"fine-tuning on {windows} windows: expected at least {VALIDATION}, two to train on and one to validate; "
+            "give a longer text, more --samples, or a smaller --context"
+        )
+    rows = torch.arange(windows)
+    aside = rows % VALIDATION == VALIDATION - 1
+    return Course(train=rows[~aside], valid=rows[aside], batch=batch, seed=seed)
+
+
+def train(
+    parts: Sequence[Part], loss: Callable[[Tensor], Tensor], course: Course, tick: Tick
+) -> dict[str, Any]:
+    """Adam on what the parts train; they end with the values of least loss on the windows set aside.
+
+    loss: the mean over some windows, given their indices    returns: that loss before and after, the epochs it took
+    """
+    leaves = [x for part in parts for x in part.trained.values()]
+    signs = [x for part in parts for name, x in part.trained.items() if name in part.signs]
+    others = [x for part in parts for name, x in part.trained.items() if name not in part.signs]
+    adam = torch.optim.Adam([{"params": signs, "lr": SIGNS_RATE}, {"params": others, "lr": RATE}])
+    order = torch.Generator().manual_seed(course.seed)
+    steps = -(-len(course.train) // course.batch)
+
+    @torch.no_grad()
+    def validate() -> float:
+        batches = torch.split(course.valid, course.batch)
+        return sum(float(loss(rows)) * len(rows) for rows in batches) / len(course.valid)
+
+    best = before = validate()
+    kept, epochs, worse = [x.detach().clone() for x in leaves], 0, 0
+    for epoch in range(EPOCHS):
+        shuffled = course.train[torch.randperm(len(course.train), generator=order)]
+        for step, rows in enumerate(torch.split(shuffled, course.batch)):
+            adam.zero_grad()
+            loss(rows).backward()  # type: ignore[no-untyped-call]
+            adam.step()
+            tick(epoch * steps + step + 1, EPOCHS * steps)
+        now = validate()
+        if now < best:
+            best, epochs, worse = now, epoch + 1, 0
+            kept = [x.detach().clone() for x in leaves]
+        else:
+            worse += 1
+            if worse == PATIENCE:
+                break
+    with torch.no_grad():
+        for x, value in zip(leaves, kept, strict=True):
+            x.copy_(value)
+    tick(EPOCHS * steps, EPOCHS * steps)
+    return {"before": float(f"{before:.6g}"), "after": float(f"{best:.6g}"), "epochs": epochs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuner:
+    """Trains the parts of one model, and keeps what it finds.
+
+    mode: block or full    lines: of the plan    read: what is stored of a line, tuned where it is    memory: bytes
+    """
+
+    mode: str
+    lines: Sequence[PlanLine]
+    read: Callable[[PlanLine], Sequence[Tensor]]
+    store: TunedStore
+    seed: int
+    memory: int
+    progress: Progress | None = None
+    on_note: Callable[[str], None] | None = None
+
+    def sizes(self, windows: int) -> set[int]:
+        """How many windows a batch of any course may have. Raises CalibrationError when there are too few."""
+        return make_course(windows, BATCH, 0).sizes | {len(b) for b in _slices(windows)} | {1}
+
+    def wants(self, block: int) -> bool:
+        """Whether a block is still to be trained."""
+        return not self.store.has(part_name(block))
+
+    @torch.no_grad()
+    def put(self, model: BlockModel, block: str) -> None:
+        """Give a loaded block the tuned values of what is kept in 16 bit."""
+        own = model.parameters(block)
+        for line in self.lines:
+            if line.format is None and line.matrix.name in self.store:
+                name = model.parameter(line.matrix)
+                if name in own:
+                    own[name].copy_(self.store[line.matrix.name])
+
+    def tune_block(self, model: BlockModel, index: int, hidden: Tensor, buffer: Buffer) -> None:
+        """Train a block, loaded with its original weights, on what enters it. hidden: [S, T, H]."""
+        path = model.blocks[index]
+        targets = buffer(tuple(hidden.shape), torch.float32)
+        added = 0.0
+        originals = _originals(model, path)
+        for rows in _slices(len(hidden)):
+            with torch.no_grad():
+                x = hidden[rows].to(model.device)
+                y = model.apply(path, x, originals)
+                added += float((y - x.float()).square().sum(dtype=torch.float64))
+            targets[rows] = y.to(targets.device)
+        del originals
+        part = Part(model, path, self.lines, self.read)
+        scale = added / hidden.numel() or 1.0
+
+        def loss(rows: Tensor) -> Tensor:
+            wanted = targets[rows].to(model.device)
+            return (part(hidden[rows].to(model.device)) - wanted).square().mean() / scale
+
+        def tick(done: int, total: int) -> None:
+            if self.progress:
+                self.progress("fine-tune", index * total + done, len(model.blocks) * total)
+
+        record = train([part], loss, make_course(len(hidden), BATCH, self.seed + index), tick)
+        self.store.put(part_name(index), part.values(), record)
+        self._note(f"block {index}: relative squared error", record)
+
+    def tune_all(self, model: BlockModel, ids: Tensor, buffer: Buffer) -> None:
+        """Train the whole model on the original's next-token distributions. ids: [S, T]."""
+        if self.mode != "full" or self.store.has(WHOLE):
+            return
+        weights = sum(torch.Size(line.matrix.shape).numel() for line in self.lines if line.format)
+        fits = TRAINING_BYTES * weights <= self.memory
+        model.load("")
+        model.load(model.blocks[0])
+        for size in sorted(self.sizes(len(ids))):
+            model.record(ids[:size])
+        parts, final = self._whole_model(model, ids, buffer, keep=fits)
+        originals = _originals(model, "")
+        outside = Part(model, "", self.lines, self.read)
+
+        def loss(rows: Tensor) -> Tensor:
+            of_rows = ids[rows]
+            hidden = model.embed(of_rows)
+            for part in parts:
+                hidden = (
+                    part(hidden)
+                    if fits
+                    else checkpoint(part, hidden, use_reentrant=False, preserve_rng_state=False)
+                )
+            with torch.no_grad():
+                wanted = model.logits(of_rows, final[rows].to(model.device), originals).log_softmax(-1)
+            found = model.logits(of_rows, hidden, outside.parameters()).log_softmax(-1)
+            return (wanted.exp() * (wanted - found)).sum(-1).mean()
+
+        def tick(done: int, total: int) -> None:
+            if self.progress:
+                self.progress("fine-tune all", done, total)
+
+        record = train([*parts, outside], loss, make_course(len(ids), 1, self.seed), tick)
+        values: Mapping[str, Tensor] = {k: v for part in (*parts, outside) for k, v in part.values().items()}
+        self.store.put(WHOLE, values, record)
+        model.drop("")
+        self._note("whole model: KL divergence", record)
+
+    @torch.no_grad()
+    def _whole_model(
+        self, model: BlockModel, ids: Tensor, buffer: Buffer, *, keep: bool
+    ) -> tuple[list[Part], Tensor]:
+        """All blocks as they are packed, and what leaves the last block of the original model, [S, T, H] fp32."""
+        width = model.embed(ids[:1]).shape[-1]
+        final = buffer((*ids.shape, width), torch.float32)
+        for rows in _slices(len(ids)):
+            final[rows] = model.embed(ids[rows]).float().to(final.device)
+        parts = []
+        for path in model.blocks:
+            model.load(path)
+            originals = _originals(model, path)
+            for rows in _slices(len(ids)):
+                final[rows] = model.apply(path, final[rows].to(model.device), originals).to(final.device)
+            del originals
+            parts.append(Part(model, path, self.lines, self.read, keep=keep))
+            model.drop(path)
+        return parts, final
+
+    def _note(self, what: str, record: Mapping[str, Any]) -> None:
+        if self.on_note:
+            self.on_note(
+                f"fine-tune, {what} {record['before']:.4g} -> {record['after']:.4g}, best after epoch "
+                f"{record['epochs']}"
+            )
+
+
+def _originals(model: BlockModel, path: str) -> dict[str, Tensor]:
+    """The parameters of a loaded block as `BlockModel.apply` takes them, in fp32."""
+    return {name: p.float() for name, p in model.parameters(path).items()}
+
+
+def _slices(windows: int) -> list[Tensor]:
+    """Windows that pass a block at a time, in order."""
+    return list(torch.split(torch.arange(windows), BATCH))

@@ -1,0 +1,1 @@
+"""How codes are found: one matrix in, one packed weight out."""

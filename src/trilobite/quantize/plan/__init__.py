@@ -1,0 +1,1 @@
+"""What is to become of every tensor, before anything is quantized."""

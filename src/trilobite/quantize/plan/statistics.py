@@ -1,0 +1,98 @@
+"""What a matrix looks like before it is quantized: kurtosis, and the rank of its quantization residual."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.checkpoint.roles import Matrix, read_matrix
+from trilobite.checkpoint.source import Source
+from trilobite.errors import WeightError
+from trilobite.formats.weight import dequantize
+from trilobite.quantize.methods.bands import bands, quantize
+from trilobite.recipe import BODY_ROLES, Format, Role
+
+
+def kurtosis(w: Tensor) -> float:
+    """Excess kurtosis E[(X - mu)^4] / sigma^4 - 3: 0 for a normal distribution, positive for heavy tails.
+
+    MiLo (section 3.1.1) prints the formula without the -3, but the values of its Table 2 (-0.89 .. 1.57) have it.
+
+    w: [N, K] any float dtype
+    """
+    n, k = w.shape
+    mean = sum(float(w[r].double().sum()) for r in bands(n, k)) / w.numel()
+    second = fourth = 0.0
+    for rows in bands(n, k):
+        square = (w[rows].double() - mean).square_()
+        second += float(square.sum())
+        fourth += float(square.square_().sum())
+    return fourth * w.numel() / second**2 - 3 if second > 0 else 0.0
+
+
+def residual_rank(w: Tensor, *, fmt: Format, tau: float = 0.5) -> int:
+    """How many singular values of the residual W - RTN(W) are smaller than tau * sigma_max (MiLo Table 2).
+
+    w: [N, K] any float dtype    Computes all singular values: seconds for 4096 columns.
+    """
+    residual = w.float() - dequantize(quantize(w, fmt, "rtn"))
+    sigma = torch.linalg.svdvals(residual)
+    return int((sigma < tau * sigma[0]).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSample:
+    """What a sample of one role's matrices looks like, as in MiLo Table 2: means over `matrices` of them.
+
+    residual_rank: singular values of W - RTN-INT3-g64(W) below half the largest    share: that over min(N, K)
+    """
+
+    matrices: int
+    kurtosis: float
+    residual_rank: float
+    share: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def sample_roles(
+    source: Source,
+    matrices: Sequence[Matrix],
+    *,
+    samples: int | None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[Role, RoleSample]:
+    """Measure at most `samples` matrices of every role that is quantized, evenly spread; None = all.
+
+    Raises WeightError that names the matrix.
+    """
+    chosen: dict[Role, list[Matrix]] = {}
+    for role in BODY_ROLES:
+        of_role = [m for m in matrices if m.role is role and m.quantizable and m.shape[1] % 32 == 0]
+        count = len(of_role) if samples is None else min(samples, len(of_role))
+        if count:
+            chosen[role] = [of_role[i * len(of_role) // count] for i in range(count)]
+    total = sum(map(len, chosen.values()))
+    found: dict[Role, RoleSample] = {}
+    done = 0
+    for role, picked in chosen.items():
+        measured: list[tuple[float, int, float]] = []
+        for m in picked:
+            if progress:
+                progress("kurtosis and residual rank", done, total)
+            w = read_matrix(source, m)
+            try:
+                rank = residual_rank(w, fmt=Format(bits=3, group=64 if w.shape[1] % 64 == 0 else 32))
+            except WeightError as e:
+                raise WeightError(f"{m.name}: {e}") from None
+            measured.append((kurtosis(w), rank, rank / min(w.shape)))
+            done += 1
+        means = [sum(column) / len(measured) for column in zip(*measured, strict=True)]
+        found[role] = RoleSample(
+            matrices=len(measured), kurtosis=means[0], residual_rank=means[1], share=means[2]
+        )
+    return found

@@ -1,0 +1,1 @@
+"""The run: from a checkpoint to a packed one, line by line of its plan."""

@@ -1,0 +1,163 @@
+"""From a calibration to Hessians: what to run the model on, where Hessians are kept, who receives them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trilobite.checkpoint.roles import Matrix
+from trilobite.checkpoint.source import Source
+from trilobite.errors import CalibrationError, RecipeError
+from trilobite.quantize.calibrate.loop import Loop, Run
+from trilobite.quantize.calibrate.model import BlockModel
+from trilobite.quantize.calibrate.receiver import Packed, PackingReceiver, Receiver
+from trilobite.quantize.calibrate.store import HessianStore
+from trilobite.quantize.calibrate.weights import Place
+from trilobite.quantize.calibrate.windows import FINETUNES, PROPAGATIONS, Calibration, Windows, draw_windows
+from trilobite.quantize.finetune.train import BATCH, Tuner, make_course
+from trilobite.quantize.plan.plan import PlanLine
+from trilobite.recipe import LatticeFormat, Recipe, needs_calibration
+
+
+class Calibrator:
+    """One calibration of one checkpoint.
+
+    windows: what the model runs on; None where it need not, with a finished folder of Hessians and no fine-tuning
+    store: the folder of Hessians, where one is asked for    identity: what interrupted runs must have in common
+    """
+
+    def __init__(self, source: Source, calibration: Calibration) -> None:
+        """Draw the windows, open the folder of Hessians. Raises CalibrationError; writes nothing."""
+        _check(calibration)
+        self.calibration = calibration
+        self.windows: Windows | None = draw_windows(source, calibration) if calibration.text else None
+        self.store: HessianStore | None = None
+        wanted = None if self.windows is None else self.windows.identity
+        if folder := calibration.save or calibration.hessians:
+            self.store = HessianStore(folder, source=source.fingerprint(), calibration=wanted)
+            wanted = self.store.calibration
+        assert wanted is not None
+        self.identity: dict[str, Any] = dict(wanted)
+        if calibration.finetune:
+            assert self.windows is not None
+            make_course(len(self.windows.ids), BATCH, 0)
+            self.identity["finetune"] = calibration.finetune
+        elif calibration.hessians:
+            self.windows = None
+        self._model: BlockModel | None = None
+
+    def build(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> None:
+        """Build the model, where one has to run. Raises ArchitectureError when it cannot be run block by block."""
+        if self.windows is not None:
+            self._model = BlockModel(source, matrices, device)
+
+    def collect(self, lines: Sequence[PlanLine], run: Run) -> None:
+        """Fill the folder of Hessians with what it lacks for these lines; one that is only taken from stays as it is."""
+        store = self.store
+        assert store is not None
+        names = [line.matrix.name for line in lines]
+        if not self.calibration.save or not store.missing(names):
+            return
+        with store.writing():
+            missing = store.missing(names)
+            places, unseen = self._places([line for line in lines if line.matrix.name in missing])
+            if unseen:
+                store.unseen([line.matrix.name for line in unseen])
+            self._loop(run, places, store).walk([line for line in lines if line.matrix.name in places])
+
+    def distribute(
+        self, lines: Sequence[PlanLine], run: Run, packer: PackingReceiver, tuner: Tuner | None = None
+    ) -> None:
+        """Run the model and hand out the Hessian of each line, block after block.
+
+        tuner: trains each block when it is quantized
+        """
+        places, unseen = self._places(lines)
+        for line in unseen:  # the model never runs it: no input is as good as any other
+            for made, record in packer.take([line], torch.eye(line.matrix.shape[1]), {"tokens": 0}):
+                packer.done(made, record)
+        loop = self._loop(run, places, packer, packed=packer, tuner=tuner)
+        loop.walk([line for line in lines if line.matrix.name in places])
+
+    def _loop(
+        self,
+        run: Run,
+        places: Mapping[str, Place],
+        receiver: Receiver,
+        *,
+        packed: Packed | None = None,
+        tuner: Tuner | None = None,
+    ) -> Loop:
+        assert self._model is not None
+        assert self.windows is not None
+        loop = Loop(
+            model=self._model,
+            ids=self.windows.ids,
+            calibration=self.calibration,
+            places=places,
+            run=run,
+            receiver=receiver,
+            packed=packed,
+            tuner=tuner,
+        )
+        if run.on_note:
+            run.on_note(loop.estimate())
+        return loop
+
+    def _places(self, lines: Sequence[PlanLine]) -> tuple[dict[str, Place], list[PlanLine]]:
+        """Where matrices are in the model, and those that it does not have."""
+        assert self._model is not None
+        places, unseen = {}, []
+        for line in lines:
+            place = self._model.place(line.matrix)
+            if place is None:
+                unseen.append(line)
+            else:
+                places[line.matrix.name] = place
+        return places, unseen
+
+
+def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> Calibrator | None:
+    """The calibration that a recipe needs, or None for one that needs none.
+
+    Raises RecipeError when a calibration is needed and absent or the other way round, CalibrationError for a bad one.
+    """
+    tunes = calibration is not None and calibration.finetune
+    if tunes and not any(isinstance(rule.format, LatticeFormat) for rule in recipe.rules):
+        raise RecipeError(
+            f"recipe {recipe.name}: fine-tuning trains the sign vectors of lattice formats and it has none; choose "
+            "quip2, quip3 or quip4, or drop --finetune"
+        )
+    if not needs_calibration(recipe) and not tunes:
+        if calibration is None:
+            return None
+        raise RecipeError(
+            f"recipe {recipe.name}: needs no calibration; drop --calibration, or choose a method that uses one (gptq)"
+        )
+    if calibration is None or not (calibration.text or calibration.hessians):
+        raise RecipeError(
+            f"recipe {recipe.name}: needs a text to calibrate on; pass --calibration FILE, or --hessians FOLDER"
+        )
+    return Calibrator(source, calibration)
+
+
+def _check(calibration: Calibration) -> None:
+    if calibration.propagate not in PROPAGATIONS:
+        raise CalibrationError(
+            f"propagate {calibration.propagate!r}: expected one of {', '.join(PROPAGATIONS)}"
+        )
+    if calibration.finetune and calibration.finetune not in FINETUNES:
+        raise CalibrationError(f"finetune {calibration.finetune!r}: expected one of {', '.join(FINETUNES)}")
+    if calibration.finetune and not calibration.text:
+        raise CalibrationError(
+            "fine-tuning runs the model on a text, which --hessians do not hold; give --calibration TEXT as well"
+        )
+    if calibration.save and calibration.hessians:
+        raise CalibrationError(
+            "Hessians are either collected (--save-hessians) or taken (--hessians); drop one"
+        )
+    if calibration.save and calibration.propagate != "original":
+        raise CalibrationError(
+            "Hessians behind quantized blocks belong to one recipe and are not kept; add --propagate original to "
+            "--save-hessians"
+        )

@@ -1,0 +1,150 @@
+"""From a checkpoint to a packed one: plan, quantize and write, few matrices in memory, resumable at any moment."""
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trilobite.checkpoint.layout import Unit
+from trilobite.checkpoint.packed import PARTIAL, PackedWriter
+from trilobite.checkpoint.roles import identify
+from trilobite.checkpoint.source import Source, open_source
+from trilobite.quantize.calibrate.windows import Calibration
+from trilobite.quantize.finetune.store import TunedStore
+from trilobite.quantize.plan.plan import Plan, PlanLine, Progress, make_plan
+from trilobite.quantize.run.identity import finished_ranks, keep_ranks, kept_ranks, run_identity
+from trilobite.quantize.run.lines import Work
+from trilobite.quantize.run.metadata import packed_config, packed_report
+from trilobite.quantize.run.options import Options, pick_device
+from trilobite.recipe import Recipe, needs_calibration
+
+if TYPE_CHECKING:
+    from trilobite.quantize.run.calibrator import Calibrator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was made. records: by tensor name: error, seconds (0 for kept tensors)    seconds, fresh: of this run."""
+
+    plan: Plan
+    records: Mapping[str, Mapping[str, Any]]
+    seconds: float
+    fresh: int
+
+
+def prepare(
+    source: Source,
+    recipe: Recipe,
+    *,
+    frequency: Mapping[int, Sequence[int]] | None = None,
+    known_ranks: Mapping[str, int] | None = None,
+    keep_unmatched: bool = False,
+    tuned: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Identify every tensor and resolve the recipe: what `trilobite plan` prints.
+
+    tuned: leave room for fine-tuned sign vectors
+    Raises ArchitectureError, CheckpointError, RecipeError or ShapeError; nothing is written.
+    """
+    matrices = identify(source, extra_rules=recipe.roles, keep_unmatched=keep_unmatched)
+    return make_plan(
+        source,
+        matrices,
+        recipe,
+        frequency=frequency,
+        known_ranks=known_ranks,
+        tuned=tuned,
+        progress=progress,
+    )
+
+
+def compress(
+    src: str,
+    dst: Path,
+    recipe: Recipe,
+    *,
+    frequency: Mapping[int, Sequence[int]] | None = None,
+    keep_unmatched: bool = False,
+    calibration: Calibration | None = None,
+    options: Options | None = None,
+) -> Result:
+    """Compress the checkpoint `src` (folder or hub id) into the folder `dst`.
+
+    calibration: what recipes with a calibrated method (gptq) measure activations on; others take none.
+    Killed at any moment, the same call continues and ends with the same bytes. Raises TrilobiteError subclasses;
+    KeyboardInterrupt leaves a resumable state.
+    """
+    options = options or Options()
+    device = pick_device(options.device)
+    started = time.monotonic()
+    source = open_source(src)
+    calibrator = _open_calibration(source, recipe, calibration)
+    identity = run_identity(
+        source,
+        recipe,
+        device,
+        frequency=frequency,
+        calibration=calibrator.identity if calibrator else None,
+    )
+    finished = (dst / "config.json").exists()
+    plan = prepare(
+        source,
+        recipe,
+        frequency=frequency,
+        known_ranks=finished_ranks(dst, identity) if finished else kept_ranks(dst, identity),
+        keep_unmatched=keep_unmatched,
+        tuned=calibration is not None and bool(calibration.finetune),
+        progress=options.progress,
+    )
+    if options.on_plan:
+        options.on_plan(plan)
+    if finished:
+        shutil.rmtree(dst / PARTIAL, ignore_errors=True)  # an earlier run was killed while it cleaned up
+        return Result(plan=plan, records={}, seconds=time.monotonic() - started, fresh=0)
+    if calibrator:  # before anything is written: not every model can be run block by block
+        calibrator.build(source, [line.matrix for line in plan.lines], device)
+    units = {line.matrix.name: _unit(line) for line in plan.lines}
+    with PackedWriter(dst, list(units.values()), identity) as writer:
+        keep_ranks(writer, plan)
+        work = Work(source=source, plan=plan, writer=writer, units=units, options=options, device=device)
+        fresh, tuned = _pack(work, calibrator)
+        name = Path(src).name if Path(src).exists() else src
+        report = packed_report(name, plan, identity, writer.done, tuned.records)
+        writer.finish(
+            config=packed_config(source, recipe.name), report=report, companions=source.companions()
+        )
+    return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=fresh)
+
+
+def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> "Calibrator | None":
+    if calibration is None and not needs_calibration(recipe):
+        return None
+    # Brings transformers along, which other recipes need not wait for.
+    from trilobite.quantize.run.calibrator import open_calibration
+
+    return open_calibration(source, recipe, calibration)
+
+
+def _unit(line: PlanLine) -> Unit:
+    m = line.matrix
+    return Unit(name=m.name, tensors=line.stored, block=m.name if m.expert is None else f"{m.layer}.experts")
+
+
+def _pack(work: Work, calibrator: "Calibrator | None") -> tuple[int, TunedStore]:
+    """Pack all lines that no earlier run packed; returns how many there were, and what fine-tuning found."""
+    lines, done = work.plan.lines, work.writer.done
+    todo = [line for line in lines if line.matrix.name not in done]
+    for line in lines:
+        if line.matrix.name in done:
+            work.tell(line, done[line.matrix.name], fresh=False)
+    work.run([line for line in todo if not line.calibrated])
+    tuned = TunedStore(work.writer.work, work.writer.note)
+    if calibrator:
+        from trilobite.quantize.run.calibrated_lines import run_calibrated
+
+        run_calibrated(work, [line for line in todo if line.calibrated], calibrator, tuned)
+        work.writer.rewrite(tuned)
+    return len(todo), tuned

@@ -1,0 +1,51 @@
+"""How to compress, as opposed to what to make: of this only the device changes bytes of the result."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trilobite.errors import RecipeError
+from trilobite.quantize.plan.plan import Plan, PlanLine, Progress
+
+LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
+"""(line, its record, whether this run made it): called for every tensor, from the main thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to run.
+
+    jobs: matrices in work at a time (0 = one per usable core)    device: cpu, cuda or auto
+    on_note: receives lines for the user to read
+    """
+
+    jobs: int = 0
+    device: str = "auto"
+    on_plan: Callable[[Plan], None] | None = None
+    on_line: LineDone | None = None
+    progress: Progress | None = None
+    on_note: Callable[[str], None] | None = None
+
+    def threads(self, device: torch.device) -> int:
+        """Matrices in work at a time on a device: a GPU is busy with one."""
+        return self.jobs or (1 if device.type == "cuda" else _usable_cores())
+
+
+def _usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is a GPU. Raises RecipeError when cuda is asked for and absent."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise RecipeError(f"device {name!r}: expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RecipeError(
+            "device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch"
+        )
+    cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if cuda else "cpu")

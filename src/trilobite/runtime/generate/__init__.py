@@ -1,0 +1,1 @@
+"""Text from a loaded model: prompts, caches, conversations."""

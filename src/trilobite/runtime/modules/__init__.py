@@ -1,0 +1,1 @@
+"""The modules that take the place of those of transformers."""

@@ -1,0 +1,90 @@
+"""Swap the modules of a transformers model on the meta device for packed ones, as the tensors at hand demand."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.formats.weight import SUFFIXES
+from trilobite.runtime.modules.experts import EXPERT_NAME, PackedExperts
+from trilobite.runtime.modules.linear import PackedLinear, PackedMatrix, check_loaded
+
+Parts = dict[str, Tensor]
+
+
+def group_parts(tensors: Mapping[str, Tensor]) -> dict[str, Parts]:
+    """Tensors by name -> parts by module path: `a.q_proj.weight_packed` -> {"a.q_proj": {"packed": ...}}.
+
+    Raises CheckpointError for scales or compensators without codes.
+    """
+    groups: dict[str, Parts] = {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        suffix = leaf.removeprefix("weight_")
+        if leaf.startswith("weight_") and suffix in SUFFIXES:
+            groups.setdefault(path, {})[suffix] = tensor
+    for path, parts in groups.items():
+        if "packed" not in parts:
+            raise CheckpointError(f"{path}.weight_packed is missing from the checkpoint; copy it again")
+    return groups
+
+
+def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
+    """Replace the modules whose weights are packed.
+
+    packed: module path in memory -> parts (on meta)    Paths of modules that the model does not have, such as
+    DeepSeek's extra prediction layers, are passed by, as transformers passes by their 16-bit tensors.
+    Raises ArchitectureError when a module is of a kind that cannot be replaced.
+    """
+    modules = dict(model.named_modules())
+    experts: dict[str, dict[int, dict[str, Parts]]] = {}
+    for path, parts in packed.items():
+        module = modules.get(path)
+        match = EXPERT_NAME.match(path)
+        if isinstance(module, nn.Linear):
+            shape = (module.out_features, module.in_features)
+            model.set_submodule(path, PackedLinear(shape, parts, module.bias))
+            _skip_initialisation(model, path)
+        elif module is not None:
+            raise ArchitectureError(
+                f"{path}: is a {type(module).__name__} and cannot run packed; compress this model with a recipe that "
+                "keeps it in 16 bit"
+            )
+        elif match and match[1] in modules:
+            experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = parts
+    for path, indexed in experts.items():
+        original = modules[path]
+        if not isinstance(getattr(original, "down_proj", None), nn.Parameter) or not hasattr(
+            original, "config"
+        ):
+            raise ArchitectureError(
+                f"{path}: {type(original).__name__} is not an experts module that can run packed; compress this model "
+                "with --keep expert"
+            )
+        model.set_submodule(path, PackedExperts(original, indexed))
+
+
+def _skip_initialisation(model: PreTrainedModel, path: str) -> None:
+    """Some models initialise a layer's weight from the modules around it; there is no weight any more."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        model.get_submodule(path)._is_hf_initialized = True
+
+
+def finish(model: nn.Module) -> None:
+    """After loading: check every packed matrix, gather the experts of every layer, repack what is on a GPU."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedMatrix):
+            check_loaded(module, name)
+    for module in model.modules():
+        if isinstance(module, PackedExperts):
+            module.gather()
+        elif isinstance(module, PackedLinear):
+            module.settle()
+
+
+def on_meta(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """Tensors without data from dtypes and shapes."""
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in parts.items()}

@@ -1,0 +1,642 @@
+"""Every command on a tiny random Mixtral, as a user would call it; every mistake is one line and a status."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from support.architectures import build_checkpoint
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import MixtralForCausalLM, PreTrainedTokenizerFast
+
+import trilobite
+from trilobite import cli
+from trilobite.cli import console
+from trilobite.cli import run as cli_run
+from trilobite.errors import EvaluationError
+from trilobite.kernels.cpu import engine as cpu
+from trilobite.quantize.run import one_line as line_module
+from trilobite.quantize.run.compress import compress
+from trilobite.recipe import PRESETS, load_recipe
+from trilobite.runtime.generate.cache import GrowingCache
+from trilobite.runtime.generate.chat import Chat
+from trilobite.runtime.load import load_tokenizer
+
+TEXT = "the old man looked at the sea and the sea looked back. " * 30
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert self.status == 0, self.err
+        return json.loads(self.out)
+
+
+Run = Callable[..., Outcome]
+
+
+class Left(BaseException):
+    """The process would have ended here, without unwinding."""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call `trilobite ...` in this process."""
+
+    def leave(status: int) -> None:
+        raise Left(status)
+
+    def call(*args: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["trilobite", *map(str, args)])
+        monkeypatch.setattr(os, "_exit", leave)
+        status: object = 0
+        try:
+            cli.main()
+        except Left as e:
+            status = e.args[0]
+        except SystemExit as e:
+            status = e.code or 0
+        captured = capsys.readouterr()
+        return Outcome(int(str(status)), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "original"
+    build_checkpoint("mixtral", path, dtype=torch.bfloat16)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def packed(original: Path) -> Path:
+    path = original.parent / "packed"
+    compress(str(original), path, load_recipe("rtn3"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(original: Path) -> Path:
+    path = original.parent / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+# Making.
+
+
+def test_compress_counts_every_byte(run: Run, original: Path, tmp_path: Path) -> None:
+    done = run("compress", original, tmp_path / "out", "--recipe", "milo-s1", "--json").json
+    on_disk = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert done["bytes_on_disk"] == on_disk
+    assert done["bits_per_weight"] == pytest.approx(on_disk * 8 / done["parameters"], rel=1e-4)
+    assert done["roles"]["expert"]["tensors"] == 24
+    assert 0 < done["roles"]["expert"]["error"] < 0.5
+    assert done["roles"]["attention"]["rank"]["mean"] > 0
+    assert {row["role"] for row in done["kept"]} == {"embedding", "router", "norm"}
+    assert done["seconds"] > 0
+    assert len(done["slowest"]) == 5
+
+
+def test_compress_prints_tables_without_control_characters(run: Run, original: Path, tmp_path: Path) -> None:
+    first = run("compress", original, tmp_path / "out", "-r", "rtn3", "--jobs", 1, "--device", "cpu")
+    assert first.status == 0, first.err
+    assert "\x1b" not in first.out + first.err
+    assert "\r" not in first.out + first.err
+    for expected in (
+        "other files",
+        "total",
+        "slowest tensors",
+        "embedding stays in 16 bit",
+        "bits per weight",
+    ):
+        assert expected in first.out
+    again = run("compress", original, tmp_path / "out", "-r", "rtn3")
+    assert again.status == 0
+    assert "already complete" in again.err
+    other = run("compress", original, tmp_path / "out", "-r", "search3")
+    assert other.status == 1
+    assert "differs in its recipe" in other.err
+
+
+def test_ctrl_c_says_how_far_it_came_and_the_same_command_continues(
+    run: Run, original: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    quantize_line = line_module.quantize_line
+
+    def interrupt(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            raise KeyboardInterrupt
+        return quantize_line(*args)
+
+    command = ("compress", original, tmp_path / "out", "-r", "rtn3", "--jobs", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(line_module, "quantize_line", interrupt)
+        stopped = run(*command)
+    assert stopped.status == console.INTERRUPTED
+    done = int(stopped.err.split()[1])
+    assert 9 <= done < 30
+    assert stopped.err == (f"interrupted: {done} of 41 tensors are done; run the same command to continue\n")
+    assert run(*command).status == 0
+    names = {p.name for p in packed.iterdir()}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == names
+    assert all((tmp_path / "out" / n).read_bytes() == (packed / n).read_bytes() for n in names)
+
+
+def test_plan_prints_and_writes_nothing(run: Run, original: Path) -> None:
+    before = sorted(original.parent.iterdir())
+    shown = run("plan", original, "-r", "milo-s1", "--tensors")
+    assert "block_sparse_moe.experts.3.w2.weight" in shown.out
+    assert "Nothing was written" in shown.out
+    data = run("plan", original, "-r", "milo-s1", "--json").json
+    assert len(data["tensors"]) == 41
+    assert sorted(original.parent.iterdir()) == before
+
+
+def test_options_change_the_recipe(run: Run, original: Path) -> None:
+    options = ["--group-size", 32, "--method", "hqq", "--rank", "dense-2", "--compensator", "int8"]
+    data = run(
+        "plan",
+        original,
+        "-r",
+        "rtn3",
+        *options,
+        "--iterations",
+        3,
+        "--keep",
+        "head",
+        "--keep",
+        "expert",
+        "--json",
+    ).json
+    assert data["recipe"]["name"] == "rtn3+rank+compensator+iterations+method+group+keep"
+    assert data["recipe"]["iterations"] == 3
+    rows = {row["name"]: row for row in data["tensors"]}
+    attention = rows["model.layers.0.self_attn.q_proj.weight"]
+    assert (attention["format"], attention["method"], attention["rank"]) == ("int3-g32", "hqq", 2)
+    assert attention["compensator"] == "int8"
+    assert rows["lm_head.weight"]["kept"] == "kept by the recipe"
+    assert {row["kept"] for row in data["tensors"] if row["role"] == "expert"} == {"kept by the recipe"}
+
+
+def test_recipes_prints_files_that_can_be_read_back(run: Run, tmp_path: Path) -> None:
+    listed = run("recipes")
+    assert all(f"{name} " in listed.out for name in PRESETS)
+    assert run("recipes", "--json").json.keys() == PRESETS.keys()
+    file = tmp_path / "mine.yaml"
+    file.write_text(run("recipes", "milo-s2").out)
+    assert load_recipe(str(file)) == PRESETS["milo-s2"]
+
+
+# Looking.
+
+
+def test_inspect_original(run: Run, original: Path) -> None:
+    data = run("inspect", original, "--samples", 2, "--json").json
+    assert data["kind"] == "original"
+    assert data["model_type"] == "mixtral"
+    sample = data["roles"]["expert"]["sample"]
+    assert sample["matrices"] == 2
+    assert abs(sample["kurtosis"]) < 0.5  # random normal weights
+    assert 0 < sample["share"] < 1
+    assert data["roles"]["embedding"]["dtypes"] == {"BF16": 1}
+    assert data["tensor_bytes"] == 2 * data["parameters"]
+    assert "residual rank" in run("inspect", original, "--all").out
+
+
+def test_inspect_packed(run: Run, packed: Path) -> None:
+    data = run("inspect", packed, "--json").json
+    assert data["kind"] == "packed"
+    assert data["recipe"] == "rtn3"
+    assert data["bytes_on_disk"] == sum(p.stat().st_size for p in packed.iterdir())
+    assert data["roles"]["head"]["formats"] == {"int8-g64": 1}
+    assert "int3-g64, int3-g32" in run("inspect", packed).out
+
+
+def test_doctor(run: Run) -> None:
+    data = run("doctor", "--json").json
+    assert data["versions"]["torch"] == torch.__version__
+    assert data["read_bandwidth"]["GB_per_s"] > 0
+    assert data["kernels"]["backend"]
+    assert "kernels" in run("doctor").out
+
+
+def test_version(run: Run) -> None:
+    assert run("version").out.startswith("trilobite ")
+
+
+# Running.
+
+
+def test_generate_is_greedy_and_repeatable(run: Run, packed: Path) -> None:
+    first = run("generate", packed, "the sea", "-n", 8, "--json").json
+    assert first["tokens"] <= 8
+    assert first["prompt_tokens"] == 7
+    streamed = run("generate", packed, "the sea", "-n", 8)
+    assert streamed.out == f"the sea{first['text']}\n"
+    assert "tokens/s" in streamed.err
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the native CPU engine is not built here")
+def test_activations_are_chosen_explicitly(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        assert run("generate", packed, "the sea", "-n", 4, "--activations", "int8").status == 0
+        assert cpu.activation_mode() == "int8"
+    finally:
+        cpu.set_activations("exact")
+    assert run("generate", packed, "the sea", "--activations", "int9").status == 2
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    assert "needs the native CPU engine" in run("generate", packed, "x", "--activations", "int8").err
+
+
+def test_generate_with_a_seed(run: Run, packed: Path) -> None:
+    sampled = ("generate", packed, "the sea", "-n", 12, "--temperature", 5, "--json", "--seed")
+    texts = [run(*sampled, seed).json["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_compiled_step_is_for_gpus(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("generate", packed, "the sea", "-n", 8)
+    refused = run(*command, "--compile")
+    assert refused.status == 2
+    assert "--device cuda" in refused.err
+    plain = run(*command).out
+    monkeypatch.setattr(cli_run, "_place", lambda device, compiled: "cpu")
+    fixed = run(*command, "--compile")
+    assert fixed.out == plain
+    assert "waits for the compiler" in fixed.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea\nthe sea\n"))
+    assert run("chat", packed, "-n", 8, "--compile").err.count("tokens/s") == 2
+
+
+def test_a_text_too_long_for_the_gpu_is_one_line(
+    run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(MixtralForCausalLM, "generate", no_memory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 10**7, 10**9))
+    failed = run("generate", packed, "the sea", "-n", 8)
+    assert failed.status == 1
+    assert failed.err.startswith("error: a text of up to 15 tokens does not fit beside the model: 0.03 GB")
+    assert failed.err.count("\n") == 1
+
+
+def test_generate_stops_where_the_context_ends(run: Run, original: Path) -> None:
+    made = run("generate", original, "x" * 250, "-n", 64, "--temperature", 5, "--seed", 1, "--json").json
+    assert made["stop"] in ("context", "end")
+    assert made["tokens"] <= 6
+
+
+def test_chat_takes_piped_input(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("the sea\n/reset\n\nthe sea\n" + "x" * 300 + "\n/quit\nno\n")
+    )
+    talked = run("chat", packed, "-n", 8)
+    assert talked.status == 0
+    assert "no chat template" in talked.err
+    assert "forgotten" in talked.err
+    assert talked.err.count("tokens/s") == 2
+    assert "the model was made for 256" in talked.err
+    half = len(talked.out) // 2
+    assert talked.out[:half] == talked.out[half:]  # after /reset the same question has the same answer
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m['content'] }};{% endfor %}a"])
+def test_chat_remembers_what_it_has_read(packed: Path, template: str | None) -> None:
+    tokenizer, model = load_tokenizer(str(packed)), trilobite.load(str(packed), dtype=torch.float32)
+    tokenizer.chat_template = template
+    chat, forgetful = Chat(model, tokenizer), Chat(model, tokenizer)
+    remembered = []
+    for message in ("the sea", "and then", "the old man"):
+        answer = chat.ask(message, tokens=6)
+        forgetful.cache = GrowingCache(model)
+        again = forgetful.ask(message, tokens=6)
+        assert answer.text == again.text
+        assert answer.prompt_tokens == again.prompt_tokens
+        assert again.remembered == 0
+        remembered.append(answer.remembered)
+    assert 0 == remembered[0] < remembered[1] < remembered[2]
+
+
+def test_chat_forgets_half_of_a_full_context(packed: Path) -> None:
+    """So that the turns after it find their beginning in the cache."""
+    chat = Chat(trilobite.load(str(packed)), load_tokenizer(str(packed)))
+    turns = [chat.ask(letter * 40, tokens=4) for letter in "abcdefghijkl"]
+    lengths = [t.prompt_tokens for t in turns]
+    assert max(lengths) <= 252
+    anew = [i for i, t in enumerate(turns) if t.remembered == 0]
+    assert anew[0] == 0
+    assert 2 <= len(anew) <= 4
+    assert all(lengths[i] <= 126 for i in anew)
+
+
+def test_chat_with_a_template_forgets_the_oldest_turns(packed: Path) -> None:
+    tokenizer = load_tokenizer(str(packed))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }};{% endfor %}a"
+    chat = Chat(trilobite.load(str(packed)), tokenizer)
+    assert chat.ask("first", tokens=4).prompt_tokens == len("ufirst;a")
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"]
+    for i in range(6):
+        assert chat.ask(f"{i}" * 80, tokens=4).prompt_tokens <= 252
+    assert chat.messages[0]["content"] == "4" * 80
+    with pytest.raises(EvaluationError, match="make it shorter"):
+        chat.ask("x" * 300, tokens=4)
+    assert chat.messages[-2]["content"] == "5" * 80
+
+
+# Measuring.
+
+
+def test_eval_with_reference(run: Run, original: Path, packed: Path, text: Path) -> None:
+    command = ("eval", packed, "--text", text, "--context", 64, "--reference", original)
+    data = run(*command, "--batch", 4, "--json").json
+    assert data["kl"] > 0
+    assert 0 < data["top1"] <= 1
+    assert data["perplexity"] > 1
+    assert data["windows"] == len(TEXT) // 64
+    assert "KL divergence" in run(*command).out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--reference", "x", "--tasks", "piqa"), "--reference goes with --text"),
+        (("--text", "x", "--data", "x"), "--data goes with --tasks"),
+        (("--text", "x", "--limit", 2), "--limit goes with --tasks"),
+    ],
+)
+def test_eval_ignores_no_option(run: Run, packed: Path, options: tuple[object, ...], message: str) -> None:
+    refused = run("eval", packed, *options)
+    assert refused.status == 2
+    assert message in refused.err
+
+
+def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "stats.json"
+    shown = run("stats", original, "--text", text, "-o", file, "--context", 64, "--samples", 3)
+    assert "192 tokens" in shown.out
+    data = run("stats", original, "--text", text, "-o", file, "--context", 64, "--json").json
+    assert data["layers"].keys() == {"0", "1"}
+    options = ("-r", "rtn3", "--rank", "frequency-4", "--json", "--stats", file)
+    ranks = [r["rank"] for r in run("plan", original, *options).json["tensors"] if r["role"] == "expert"]
+    assert sum(ranks) > 0
+
+
+def test_what_is_wrong_is_said_before_the_work(
+    run: Run, original: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trilobite.load", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    refused = run("eval", original, "--text", text, "--tasks", "pqia", "--data", tmp_path)
+    assert refused.status == 1
+    assert "task 'pqia': unknown" in refused.err
+    refused = run("stats", original, "--text", text, "-o", tmp_path / "none" / "x.json")
+    assert refused.status == 1
+    assert "there is no folder" in refused.err
+    before = text.read_bytes()
+    refused = run("stats", original, "--text", text, "-o", text)
+    assert "is the text itself" in refused.err
+    assert text.read_bytes() == before
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plan {tmp}/none -r rtn3", "no such folder"),
+        ("generate {tmp}/none hello", "no such folder"),
+        ("plan {original} -r rtn3 --revision main", "--revision goes with a hub id"),
+        ("plan {original} -r rtn4", "presets are rtn3, hqq3"),
+        ("plan {original} -r {tmp}/bad.yaml", "not valid YAML"),
+        ("plan {original} -r {tmp}/typo.yaml", "unknown key 'fromat'"),
+        ("plan {original} -r rtn3 --keep experts", "role 'experts': expected one of attention, expert"),
+        ("plan {original} -r rtn3 --group-size 50", "expected int{{2,3,4,8}}"),
+        ("plan {original} -r rtn3 --method rnt", "method 'rnt'; expected one of rtn"),
+        ("plan {original} -r rtn3 --rank frequency-4", "run `trilobite stats MODEL"),
+        ("plan {original} -r rtn3 --stats {tmp}/none.json", "measure frequencies first"),
+        ("compress {original} {tmp} -r rtn3", "is not empty"),
+        ("compress {packed} {tmp}/out -r rtn3", "already quantized with 'trilobite'"),
+        ("compress {original} {tmp}/out -r rtn3 --device tpu", "device 'tpu'"),
+        ("generate {packed} hello --device tpu", "device 'tpu'"),
+        ("inspect {tmp}", "config.json: missing"),
+        ("generate {packed} ''", "the prompt is empty"),
+        ("eval {packed} --text {text}", "use a smaller --context"),
+        ("eval {packed} --text {tmp}/none.txt --context 64", "cannot be read"),
+        ("stats {original} --text {text} --samples 1 --context 64 -o {tmp}/none/s.json", "cannot be written"),
+        ("stats {original} --text {text} --context 999 -o {tmp}/s.json", "made for 256 tokens, got 999"),
+        (f"generate {{packed}} {'x' * 300}", "the model was made for 256; make it shorter"),
+        (
+            "compress {original} {tmp}/out -r gptq3 --calibration {text} --memory nan",
+            "memory nan: expected GiB",
+        ),
+        (
+            "compress {original} {tmp}/out -r gptq3 --calibration {text} --memory -1",
+            "memory -1.0: expected GiB",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(
+    run: Run, original: Path, packed: Path, text: Path, tmp_path: Path, command: str, message: str
+) -> None:
+    (tmp_path / "bad.yaml").write_text("rules: [\n  {roles: [expert")
+    (tmp_path / "typo.yaml").write_text(yaml.safe_dump({"rules": [{"fromat": "int3-g64"}]}))
+    folders = {"original": original, "packed": packed, "text": text, "tmp": tmp_path}
+    words = [word.format(**folders).strip("'") for word in command.split()]
+    failed = run(*words)
+    assert failed.status == 1
+    assert failed.out == ""
+    assert failed.err.startswith("error: ")
+    assert failed.err.count("\n") == 1
+    assert message.format() in failed.err
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "command", "message"),
+    [
+        ("trilobite.json", None, "inspect {}", "no trilobite.json; expected a folder made by"),
+        ("tokenizer.json", lambda data: {}, "generate {} hello", "no usable tokenizer"),
+        (
+            "config.json",
+            lambda data: data | {"vocab_size": data["vocab_size"] + 8},
+            "generate {} hello",
+            "copy the checkpoint again",
+        ),
+    ],
+    ids=["report", "tokenizer", "config"],
+)
+def test_a_damaged_folder_is_one_line(
+    run: Run,
+    original: Path,
+    packed: Path,
+    tmp_path: Path,
+    file: str,
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None,
+    command: str,
+    message: str,
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(original if change else packed, folder)
+    data = json.loads((folder / file).read_text())
+    if change is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(json.dumps(change(data)))
+    failed = run(*command.format(folder).split())
+    assert (failed.status, failed.out) == (1, "")
+    assert failed.err.startswith("error: ")
+    assert failed.err.count("\n") == 1
+    assert message in failed.err
+
+
+def test_what_the_system_refuses_is_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        (tmp_path / "none" / "file").write_text("")
+
+    monkeypatch.setattr("trilobite.recipe.load_recipe", refuse)
+    failed = run("recipes", "rtn3")
+    assert failed.status == 1
+    assert failed.err.startswith(f"error: {tmp_path}/none/file: No such file or directory; check the path")
+    assert failed.err.count("\n") == 1
+
+    def blunder(*_: object) -> None:
+        raise OSError("not the system's")
+
+    monkeypatch.setattr("trilobite.recipe.load_recipe", blunder)
+    with pytest.raises(OSError, match="not the system's"):
+        run("recipes", "rtn3")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "bogus",
+        "compress only",
+        "plan x",
+        "eval x",
+        "plan x -r rtn3 --jobs 1",
+        f"generate x y --seed {2**70}",
+    ],
+)
+def test_wrong_usage_is_status_2(run: Run, command: str) -> None:
+    assert run(*command.split()).status == 2
+
+
+# The process itself.
+
+
+def _process(*args: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    script = "import sys; sys.argv = ['trilobite']; import trilobite.cli; sys.exit('torch' in sys.modules)"
+    assert _process("-c", script).returncode == 0
+
+
+def test_the_command_registers_when_it_loads_a_model(packed: Path) -> None:
+    done = _process("-m", "trilobite", "generate", str(packed), "the sea", "-n", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the sea")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prose") / "prose.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_compress_with_calibration(run: Run, original: Path, prose: Path, tmp_path: Path) -> None:
+    command = (
+        "compress",
+        original,
+        tmp_path / "out",
+        "-r",
+        "gptq3",
+        "--calibration",
+        prose,
+        "--device",
+        "cpu",
+    )
+    first = run(*command, "--samples", 2, "--context", 32)
+    assert first.status == 0, first.err
+    assert "calibration: 2 windows of 32 tokens; 2 blocks of up to" in first.err
+    assert "few calibration tokens" in first.out
+    assert "layers.0.block_sparse_moe.experts" in first.out
+    report = json.loads((tmp_path / "out" / "trilobite.json").read_text())
+    assert report["identity"]["calibration"]["samples"] == 2
+    assert run("generate", tmp_path / "out", "the sea", "-n", 4, "--device", "cpu").status == 0
+    again = run(*command, "--samples", 2, "--context", 32)
+    assert "already complete" in again.err
+    assert "differs in its calibration" in run(*command, "--samples", 3, "--context", 32).err
+
+
+def test_compress_with_kept_hessians(run: Run, original: Path, prose: Path, tmp_path: Path) -> None:
+    keep = ("--propagate", "original", "--save-hessians", tmp_path / "h", "--context", 32, "--memory", 0.5)
+    command = ("compress", original, tmp_path / "a", "-r", "gptq3", "--calibration", prose, "--device", "cpu")
+    assert run(*command, *keep).status == 0
+    other = ("compress", original, tmp_path / "b", "-r", "gptq2", "--device", "cpu")
+    made = run(*other, "--rank", "dense-4", "--hessians", tmp_path / "h", "--json").json
+    assert made["roles"]["attention"]["rank"]["max"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["-r", "gptq3"], 1, "needs a text to calibrate on; pass --calibration FILE"),
+        (["-r", "search3", "--calibration", "TEXT"], 1, "needs no calibration; drop --calibration"),
+        (["-r", "search3", "--samples", "4"], 2, "--samples goes with --calibration"),
+        (["-r", "gptq3", "--calibration", "no/such"], 1, "no such file or folder"),
+        (["-r", "gptq3", "--calibration", "TEXT", "--context", "999"], 1, "takes 2 to 256 tokens"),
+        (["-r", "gptq3", "--calibration", "TEXT", "--propagate", "both"], 1, "expected one of quantized"),
+        (["-r", "gptq3", "--calibration", "TEXT", "--save-hessians", "H"], 1, "add --propagate original"),
+        (["-r", "gptq3", "--hessians", "no/such"], 1, "holds no manifest.json"),
+        (["-r", "gptq3", "--hessians", "H", "--seed", "4"], 2, "--seed goes with --calibration"),
+        (["-r", "gptq3", "--save-hessians", "H"], 1, "needs a text"),
+    ],
+)
+def test_calibration_mistakes(
+    run: Run,
+    original: Path,
+    prose: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    status: int,
+    message: str,
+) -> None:
+    found = run("compress", original, tmp_path / "out", *(prose if a == "TEXT" else a for a in arguments))
+    assert found.status == status
+    assert message in " ".join(found.err.replace("│", " ").split())
+    assert status == 2 or found.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

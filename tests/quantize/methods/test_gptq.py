@@ -1,0 +1,255 @@
+"""GPTQ and the Hessian, against textbook code in float64 that shares nothing with them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trilobite.errors import CalibrationError, ShapeError, WeightError
+from trilobite.formats import affine
+from trilobite.formats.weight import PackedWeight, dequantize
+from trilobite.quantize.methods import hessian as hessian_module
+from trilobite.quantize.methods.bands import quantize_measured
+from trilobite.quantize.methods.gptq import LAZY, gptq
+from trilobite.quantize.methods.hessian import (
+    DAMPING,
+    ENOUGH,
+    inverse_factor,
+    share,
+    shrink,
+    weighted_error,
+)
+from trilobite.quantize.methods.milo import Compensation
+from trilobite.quantize.methods.search import search
+from trilobite.recipe import Format
+
+SHAPES = [
+    (1, 32, "int3-g32"),
+    (17, 96, "int3-g32"),
+    (16, 64, "int2-g64"),
+    (40, 192, "int4-g96"),
+    (33, 320, "int3-g64-sym"),
+    (20, 384, "int3-g128"),
+    (48, 160, "int4-channel"),
+    (31, 512, "int2-g256"),
+]
+
+
+def weights(n: int, k: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def hessian(k: int, seed: int = 0, tokens: int = 4000) -> Tensor:
+    """Of correlated inputs whose scales differ by two orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(k, k, generator=generator) / k**0.5 + torch.eye(k)
+    x = torch.randn(tokens, k, generator=generator) @ mix * torch.logspace(0, -2, k)
+    return x.T @ x / tokens
+
+
+def downdated(inverse: np.ndarray, j: int) -> np.ndarray:
+    """The inverse of what is left of H when column j is done."""
+    inverse = inverse - np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    inverse[j, :] = inverse[:, j] = 0
+    return inverse
+
+
+def costs(inverse: np.ndarray, columns: np.ndarray) -> Tensor:
+    """What an error of each column costs when the columns behind it have made up for it."""
+    cost = np.zeros(len(inverse))
+    for j in columns:
+        cost[j] = 1 / inverse[j, j]
+        inverse = downdated(inverse, j)
+    return torch.from_numpy(cost / cost.mean()).float()
+
+
+def textbook(w: Tensor, h: Tensor, fmt: Format, *, ordered: bool = False) -> np.ndarray:
+    """One column at a time, the inverse Hessian downdated after each (Frantar et al. 2023, eq. 2-3), in float64."""
+    work = w.double().numpy().copy()
+    k = len(h)
+    damped = h.double().numpy() + DAMPING * float(h.double().diagonal().mean()) * np.eye(k)
+    inverse = np.linalg.inv(damped)
+    cost = costs(
+        inverse, columns := np.argsort(-h.diagonal().numpy(), kind="stable") if ordered else np.arange(k)
+    )
+    group, top = fmt.group_size(k), 2**fmt.bits - 1
+    grids: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    result = np.zeros_like(work)
+    for j in columns:
+        g = j // group
+        if g not in grids:
+            now = w if ordered else torch.from_numpy(work)
+            here = slice(g * group, (g + 1) * group)
+            scale, offset = search(now[:, here].float().contiguous(), fmt, weight=cost[here])
+            grid = affine.make_grid(scale[:, None], None if offset is None else offset[:, None], fmt)
+            grids[g] = grid.scale[:, 0].double().numpy(), grid.offset[:, 0].double().numpy()
+        scale, offset = grids[g]
+        safe = np.where(scale == 0, 1, scale)
+        code = np.clip(np.round(np.where(scale == 0, 0, (work[:, j] - offset) / safe)), 0, top)
+        result[:, j] = code * scale + offset
+        error = (work[:, j] - result[:, j]) / inverse[j, j]
+        left = [c for c in range(k) if inverse[c, c] > 0 and c != j]
+        work[:, left] -= np.outer(error, inverse[j, left])
+        inverse = downdated(inverse, j)
+    return result
+
+
+@pytest.mark.parametrize(("n", "k", "name"), SHAPES)
+@pytest.mark.parametrize("method", ["gptq", "gptq-order"])
+def test_against_the_textbook(n: int, k: int, name: str, method: str) -> None:
+    """Few codes differ, where a weight lies within fp32 rounding of the middle; they change what follows a little."""
+    fmt, w, h = Format.parse(name), weights(n, k), hessian(k)
+    wanted = torch.from_numpy(textbook(w, h, fmt, ordered=method != "gptq"))
+    result = gptq(w, fmt, method, h)
+    got = dequantize(result.weight).double()
+    assert float(((got - wanted).abs() > 1e-6).double().mean()) < 0.03
+    e, v = (w.double() - wanted), w.double()
+    proxy = float((e @ h.double() * e).sum() / (v @ h.double() * v).sum())
+    assert result.proxy == pytest.approx(proxy, rel=0.02)
+    assert result.weight.format == (fmt if fmt.group else Format(bits=fmt.bits, group=k))
+
+
+def test_the_textbook_would_notice_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without feedback from one lazy block to the next."""
+    fmt, w, h = Format.parse("int3-g64"), weights(20, 3 * LAZY), hessian(3 * LAZY)
+    wanted = torch.from_numpy(textbook(w, h, fmt))
+    real = torch.Tensor.addmm_
+    monkeypatch.setattr(
+        torch.Tensor, "addmm_", lambda t, a, b, alpha=1: t if alpha == -1 else real(t, a, b, alpha=alpha)
+    )
+    got = dequantize(gptq(w, fmt, "gptq", h).weight).double()
+    assert float(((got - wanted).abs() > 1e-6).double().mean()) > 0.1
+
+
+@pytest.mark.parametrize("name", ["int2-g64", "int3-g64", "int4-g64", "int3-g64-dq", "int4-g32-sym-dq"])
+def test_better_than_search_where_it_counts(name: str) -> None:
+    fmt, w, h = Format.parse(name), weights(64, 256), hessian(256)
+    plain, _ = quantize_measured(w, fmt, "search")
+    e = w - dequantize(plain)
+    for method in ("gptq", "gptq-order"):
+        result = gptq(w, fmt, method, h)
+        assert result.proxy < 0.7 * weighted_error(e, h) / weighted_error(w, h)
+        found = w - dequantize(result.weight)
+        assert result.error == pytest.approx(float(found.norm() / w.norm()), rel=1e-4)
+        assert result.weight.format == fmt
+
+
+def test_an_identity_feeds_nothing_back() -> None:
+    fmt, w = Format.parse("int3-g64"), weights(40, 192)
+    result = gptq(w, fmt, "gptq", torch.eye(192))
+    _, error = quantize_measured(w, fmt, "search")
+    assert result.error == pytest.approx(error, rel=1e-3)
+    assert result.proxy == pytest.approx(error**2, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["int2-g64", "int3-g64", "int3-g64-sym", "int4-g64"])
+def test_a_weight_of_three_is_a_column_three_times(name: str) -> None:
+    fmt, w = Format.parse(name), weights(50, 64)
+    weight = torch.arange(64) % 3 + 1
+    scale, offset = search(w, fmt, weight=weight.float())
+    repeated = search(w.repeat_interleave(weight, 1), fmt)
+    assert torch.allclose(scale, repeated[0], rtol=1e-3)
+    assert (offset is None) == (repeated[1] is None)
+    if offset is not None and repeated[1] is not None:
+        assert torch.allclose(offset, repeated[1], rtol=1e-3, atol=1e-6)
+
+
+def test_bands_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt, w, h = Format.parse("int3-g64-dq"), weights(70, 192), hessian(192)
+    whole = gptq(w, fmt, "gptq", h).weight
+    monkeypatch.setattr("trilobite.quantize.methods.gptq.BAND", 192 * 33)
+    monkeypatch.setattr(hessian_module, "BAND", 192 * 7)
+    parts = gptq(w, fmt, "gptq", h).weight
+    assert torch.equal(whole.packed, parts.packed)
+    assert whole.scale is not None
+    assert parts.scale is not None
+    assert torch.equal(whole.scale, parts.scale)
+
+
+@pytest.mark.parametrize("compensator", ["int3", "int8", "fp16"])
+def test_with_a_compensator(compensator: str) -> None:
+    fmt, w, h = Format.parse("int2-g64"), weights(96, 128), hessian(128)
+    plain = gptq(w, fmt, "gptq", h)
+    result = gptq(w, fmt, "gptq", h, Compensation(rank=8, compensator=compensator, iterations=20))
+    assert result.weight.rank == 8
+    assert result.proxy < plain.proxy
+    assert result.proxy == min(result.proxies)
+    e = w - dequantize(result.weight)
+    assert result.proxy == pytest.approx(weighted_error(e, h) / weighted_error(w, h), rel=1e-4)
+
+
+def test_the_low_rank_is_the_best_in_the_norm_of_h() -> None:
+    """A residual of rank 3 in the directions that H weighs is found whole, whatever else there is."""
+    from trilobite.quantize.methods.gptq import _low_rank, _order
+
+    k, h = 96, hessian(96)
+    vectors = torch.linalg.eigh(h).eigenvectors
+    e = weights(40, 3) @ vectors[:, -3:].T + 1e-3 * weights(40, k - 3) @ vectors[:, :-3].T
+    lra, lrb = _low_rank(e, h, _order(h, "gptq-order"), Compensation(rank=3, compensator="fp16"))
+    left = e - lra.float().T @ lrb.float()
+    assert weighted_error(left, h) < 1e-3 * weighted_error(e, h)
+
+
+def test_inverse_factor() -> None:
+    h = hessian(65)
+    upper = inverse_factor(h).double()
+    damped = h.double() + DAMPING * float(h.diagonal().double().mean()) * torch.eye(65)
+    assert torch.equal(upper, upper.triu())
+    assert torch.allclose(upper.T @ upper @ damped, torch.eye(65, dtype=torch.float64), atol=1e-3)
+
+
+def test_dead_columns_round_to_nearest() -> None:
+    fmt, w, h = Format.parse("int3-g32"), weights(20, 64), hessian(64)
+    for dead in (3, 40):
+        h[dead] = h[:, dead] = 0
+    result = gptq(w, fmt, "gptq", h)
+    back = dequantize(result.weight)
+    assert float((w - back)[:, [3, 40]].norm() / w[:, [3, 40]].norm()) < 0.3
+    assert gptq(w, fmt, "gptq", torch.zeros(64, 64)).proxy == 0
+
+
+def test_a_singular_hessian_is_damped() -> None:
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    result = gptq(weights(20, 128), Format.parse("int3-g64"), "gptq", x.T @ x / 5)
+    assert 0 < result.proxy < 0.03
+
+
+def test_an_indefinite_hessian_is_damped_more() -> None:
+    h = hessian(64)
+    values, vectors = torch.linalg.eigh(h)
+    values[0] = -0.05 * float(h.diagonal().mean())
+    upper = inverse_factor(vectors @ torch.diag(values) @ vectors.T)
+    assert bool(torch.isfinite(upper).all())
+    with pytest.raises(CalibrationError, match="not positive definite"):
+        inverse_factor(torch.full((64, 64), 5.0).fill_diagonal_(1))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_input(bad: float) -> None:
+    fmt, w, h = Format.parse("int3-g32"), weights(16, 64), hessian(64)
+    with pytest.raises(CalibrationError, match="NaN or infinity") as e:
+        gptq(w, fmt, "gptq", h.clone().fill_diagonal_(bad))
+    assert "\n" not in str(e.value)
+    with pytest.raises(WeightError, match="NaN or infinite"):
+        gptq(w.clone().fill_diagonal_(bad), fmt, "gptq", h)
+    with pytest.raises(ShapeError):
+        gptq(w, Format.parse("int3-g128"), "gptq", h)
+
+
+def test_zero_weights() -> None:
+    result = gptq(torch.zeros(16, 64), Format.parse("int3-g32"), "gptq", hessian(64))
+    assert (result.error, result.proxy) == (0, 0)
+    assert isinstance(result.weight, PackedWeight)
+
+
+def test_shrinking() -> None:
+    k = 8
+    own, average = 3 * torch.eye(k), torch.ones(k, k)
+    assert share(0, k) == 0
+    assert share(ENOUGH * k, k) == share(99 * k, k) == 1
+    assert share(k // 2, k) == pytest.approx(0.25)
+    assert torch.equal(shrink(own, average, 1.0, k), own)
+    assert torch.allclose(shrink(own, average, 0.25, k), 0.25 * own + 0.75 * average)
+    assert torch.equal(shrink(None, average, 0.0, k), average)
+    assert torch.equal(shrink(None, None, 0.0, k), torch.eye(k))
+    assert torch.allclose(shrink(own + 1, None, 0.5, k), (own + 1) / 2 + 2 * torch.eye(k))

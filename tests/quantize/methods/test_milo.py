@@ -1,0 +1,234 @@
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from trilobite.checkpoint.source import open_source
+from trilobite.errors import WeightError
+from trilobite.formats.weight import check, decode_factor, dequantize
+from trilobite.quantize.methods import milo as module
+from trilobite.quantize.methods.bands import METHODS, quantize, quantize_band, relative_error
+from trilobite.quantize.methods.compensator import quantize_factors
+from trilobite.quantize.methods.lowrank import truncated_svd
+from trilobite.quantize.methods.milo import Compensation, MiloResult, converged, milo
+from trilobite.recipe import Format
+
+INT3 = Format(bits=3, group=64)
+
+
+@pytest.fixture(scope="module")
+def outliers() -> Tensor:
+    """Heavy columns, as attention has them: what a compensator is for."""
+    w = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+    w[:, ::37] *= 12
+    return w
+
+
+@pytest.fixture(scope="module")
+def searched(outliers: Tensor) -> MiloResult:
+    return milo(outliers, INT3, "search", Compensation(rank=8))
+
+
+def test_error_never_rises_with_search_inside(searched: MiloResult) -> None:
+    """Both steps of Algorithm 1 are then descents of the same error."""
+    assert len(searched.errors) > 3
+    for before, after in pairwise(searched.errors):
+        assert after <= before + 1e-6
+    assert searched.errors[-1] < 0.995 * searched.errors[0]
+
+
+def test_first_error_is_quantize_then_decompose(outliers: Tensor, searched: MiloResult) -> None:
+    """Eq. 14 by hand, for the first iteration."""
+    residual = quantize_band(outliers, INT3, "search", steps=module.DRAFT_STEPS).residual
+    sigma = torch.linalg.svdvals(residual.double())
+    assert searched.errors[0] == pytest.approx(float(sigma[8:].norm() / outliers.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_best_iterate_is_kept(outliers: Tensor, method: str) -> None:
+    found = milo(outliers, INT3, method, Compensation(rank=8))
+    assert found.errors[found.best] == min(found.errors)
+    assert found.best == found.errors.index(min(found.errors))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("kind", "share"), [("int8", 1.005), ("fp16", 1.005), ("int3", 1.10)])
+def test_stored_error_is_close_to_the_reported_one(
+    outliers: Tensor, method: str, kind: str, share: float
+) -> None:
+    found = milo(outliers, INT3, method, Compensation(rank=8, compensator=kind, iterations=6))
+    check(found.weight)
+    assert found.weight.rank == 8
+    # Rounding of the factors adds; the refit of the codes against what was stored takes some of it back.
+    limit = share if method != "rtn" else share * 1.06
+    assert 0.97 * min(found.errors) < relative_error(outliers, found.weight) < limit * min(found.errors)
+
+
+def test_the_best_iterate_is_what_is_stored(outliers: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every iterate after the second useless: the result must be that of two iterations."""
+    two = milo(outliers, INT3, "search", Compensation(rank=8, iterations=2))
+    original, calls = module.truncated_svd, []
+
+    def sabotage(
+        e: Tensor, rank: int, *, seed: int, start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, float]:
+        calls.append(1)
+        u, v, energy = original(e, rank, seed=seed, start=start)
+        return (u, v, energy) if len(calls) <= 2 else (u * 0, v * 0, 0.0)
+
+    monkeypatch.setattr(module, "truncated_svd", sabotage)
+    found = milo(outliers, INT3, "search", Compensation(rank=8))
+    assert found.best == 1
+    assert len(found.errors) > 2
+    for suffix, tensor in two.weight.tensors().items():
+        assert torch.equal(found.weight.tensors()[suffix], tensor)
+
+
+def test_refit_against_the_stored_compensator_helps(outliers: Tensor) -> None:
+    fitted = milo(outliers, INT3, "search", Compensation(rank=8, iterations=5))
+    u, v, _ = truncated_svd(outliers - dequantize(quantize(outliers, INT3, "search")), 8, seed=0)
+    # Without any refit: the factors rounded beside codes that were found for the factors in fp32.
+    codes = dequantize(quantize(outliers - u @ v, INT3, "search"))
+    lra, lrb = quantize_factors(u, v, "int3")
+    without = outliers - codes - decode_factor(lra, 128).T @ decode_factor(lrb, 256)
+    assert fitted.error < 0.98 * float(without.norm() / outliers.norm())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fitting_the_stored_factors_again_never_hurts(
+    outliers: Tensor, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = milo(outliers, INT3, method, Compensation(rank=16, iterations=5)).error
+    monkeypatch.setattr(module, "REFITS", 0)
+    once = milo(outliers, INT3, method, Compensation(rank=16, iterations=5)).error
+    assert again < once * (0.99 if method == "search" else 1.0001)
+
+
+def test_int8_compensators_are_better_than_int3(outliers: Tensor) -> None:
+    errors = {
+        kind: relative_error(
+            outliers, milo(outliers, INT3, "search", Compensation(rank=8, compensator=kind)).weight
+        )
+        for kind in ("int3", "int8", "fp16")
+    }
+    assert errors["int8"] < errors["int3"]
+    assert errors["fp16"] == pytest.approx(errors["int8"], rel=2e-3)
+
+
+def test_more_rank_less_error(outliers: Tensor) -> None:
+    errors = [
+        relative_error(outliers, milo(outliers, INT3, "search", Compensation(rank=r, iterations=4)).weight)
+        for r in (1, 4, 16)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[0] < relative_error(outliers, quantize(outliers, INT3, "search"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rank_zero_is_the_plain_method(outliers: Tensor, method: str) -> None:
+    found = milo(outliers, INT3, method, Compensation(rank=0, iterations=1))
+    assert found.error == pytest.approx(relative_error(outliers, quantize(outliers, INT3, method)), rel=1e-4)
+
+
+def test_without_its_compensator_the_matrix_is_wrong(outliers: Tensor, searched: MiloResult) -> None:
+    """The codes stand for W - U V, not for W: a compensator that got lost must show."""
+    assert relative_error(outliers, replace(searched.weight, lra=None, lrb=None)) > 1.5 * searched.errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("errors", "stop"),
+    [
+        ([], False),
+        ([0.5], False),
+        ([0.5, 0.5, 0.5], False),  # the window of three is not past yet
+        ([0.5, 0.5, 0.5, 0.5], True),
+        ([0.5, 0.4, 0.3, 0.2], False),
+        ([0.5, 0.4, 0.3, 0.6], True),  # the windowed error rose
+        ([0.5, 0.3, 0.4, 0.35], False),  # one worse iterate does not stop it
+        ([0.3, 0.3, 0.3, 0.3 - 3.1 * 3e-5], False),
+        ([0.3, 0.3, 0.3, 0.3 - 2.9 * 3e-5], True),  # the window fell by less than 1e-4
+        ([0.9, 0.8, 0.5, 0.5, 0.5, 0.5], True),  # only the last window counts
+        ([0.5, 0.5, 0.5, 0.5, 0.4, 0.3], False),
+    ],
+)
+def test_stop_rule(errors: list[float], stop: bool) -> None:
+    """Eq. 15: the mean of three iterations fell by less than 1e-4 of itself."""
+    assert converged(errors) is stop
+
+
+@pytest.mark.parametrize("cap", [1, 3, 20])
+def test_iterations_end_at_the_cap(outliers: Tensor, cap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "converged", lambda errors: False)
+    assert len(milo(outliers[:32], INT3, "rtn", Compensation(rank=2, iterations=cap)).errors) == cap
+
+
+def test_divergence_stops(outliers: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    energies = iter([3e-3, 2e-3, 1e-3, 0.0, 0.0])
+    original = module.truncated_svd
+
+    def falling(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, float]:
+        u, v, _ = original(*args, **kwargs)
+        return u, v, next(energies)
+
+    monkeypatch.setattr(module, "truncated_svd", falling)
+    found = milo(outliers[:32], INT3, "rtn", Compensation(rank=1))
+    assert len(found.errors) == 4
+    assert found.best == 0
+
+
+@pytest.mark.parametrize(("n", "k", "rank"), [(1, 32, 1), (17, 32, 40), (5, 64, 5), (33, 96, 2)])
+@pytest.mark.parametrize("kind", ["int3", "int8", "fp16"])
+def test_awkward_shapes(n: int, k: int, rank: int, kind: str) -> None:
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = milo(
+        w, Format(bits=3, group=32), "search", Compensation(rank=rank, compensator=kind, iterations=3)
+    )
+    check(found.weight)
+    plain = relative_error(w, quantize(w, Format(bits=3, group=32), "search"))
+    assert relative_error(w, found.weight) < plain
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("value", [0.0, 0.3])
+def test_constant_matrices(method: str, value: float) -> None:
+    w = torch.full((32, 64), value)
+    found = milo(w, INT3, method, Compensation(rank=2, iterations=2))
+    assert float((dequantize(found.weight) - w).abs().max()) <= 2e-3 * value
+
+
+def test_double_quantized_and_symmetric_formats(outliers: Tensor) -> None:
+    for text in ("int3-g64-dq", "int3-g64-sym", "int2-g32-sym-dq"):
+        found = milo(outliers, Format.parse(text), "search", Compensation(rank=4, iterations=4))
+        assert found.weight.format == Format.parse(text)
+        assert relative_error(outliers, found.weight) < 1.1 * min(found.errors)
+
+
+def test_same_seed_same_bytes_and_bands_change_nothing_but_rounding(
+    outliers: Tensor, searched: MiloResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = milo(outliers, INT3, "search", Compensation(rank=8))
+    assert again.errors == searched.errors
+    for suffix, tensor in searched.weight.tensors().items():
+        assert torch.equal(again.weight.tensors()[suffix], tensor)
+
+
+def test_nan_is_refused(outliers: Tensor) -> None:
+    w = outliers.clone()
+    w[100, 3] = float("nan")
+    with pytest.raises(WeightError):
+        milo(w, INT3, "search", Compensation(rank=2))
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "block_sparse_moe.experts.0.w1"])
+def test_order_of_methods_on_trained_matrices(shared: Path, name: str) -> None:
+    """MiLo with search inside < search < hqq < rtn, on what training makes of weights."""
+    source = open_source(str(shared / "models" / "tiny-mixtral-outliers"))
+    w = source.read(f"model.layers.2.{name}.weight")
+    errors = [relative_error(w, quantize(w, INT3, m)) for m in ("search", "hqq", "rtn")]
+    compensated = milo(w, INT3, "search", Compensation(rank=8, iterations=5)).weight
+    errors.insert(0, relative_error(w, compensated))
+    assert errors == sorted(errors)
+    assert all(a < 0.99 * b for a, b in pairwise(errors))
