@@ -47,7 +47,10 @@ def build(tensors: dict[str, Tensor], original: Path) -> PreTrainedModel:
     """An ordinary float32 model of the original's architecture with these weights."""
     kind = type(load(str(original)))
     model: PreTrainedModel = kind.from_pretrained(
-        None, config=AutoConfig.from_pretrained(original), state_dict=tensors, dtype=torch.float32
+        None,
+        config=AutoConfig.from_pretrained(original, trust_remote_code=False),
+        state_dict=tensors,
+        dtype=torch.float32,
     )
     return model.eval()
 

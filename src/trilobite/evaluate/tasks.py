@@ -58,7 +58,9 @@ def run_tasks(
     results: dict[str, dict[str, float]] = {}
     with _quiet():
         # a copy, because lm_eval gives the tokenizer a padding token
-        lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch)
+        lm = HFLM(
+            pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch, trust_remote_code=False
+        )
         for name, task in tasks.items():
             results |= _run(lm, name, task, limit)
     return results

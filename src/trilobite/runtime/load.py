@@ -9,8 +9,6 @@ from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -21,7 +19,7 @@ from transformers.utils import logging
 from trilobite.checkpoint.packed import check_finished, check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import ArchitectureError, CheckpointError, DeviceError
-from trilobite.models.deepseek import register
+from trilobite.models.auto import read_config, read_tokenizer
 
 
 def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -35,7 +33,6 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
     """
     check_finished(Path(path_or_id))
     source = open_source(path_or_id)
-    register()
     tensors = map_tensors(source)
     config = _config(source)
     quantization = getattr(config, "quantization_config", None)
@@ -53,6 +50,7 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
             config=config,
             state_dict=tensors,
             dtype=dtype or "auto",
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by an error of our own
         )
@@ -100,11 +98,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a checkpoint. Raises CheckpointError when there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(open_source(path_or_id).path)  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise CheckpointError(f"{path_or_id}: no usable tokenizer: {reason}; copy the tokenizer files") from e
+    return read_tokenizer(open_source(path_or_id).path)
 
 
 def map_tensors(source: Source) -> dict[str, Tensor]:
@@ -127,13 +121,7 @@ def _config(source: Source) -> PreTrainedConfig:
         source.path / "trilobite.json"
     ).exists():
         read_report(source.path)
-    try:
-        return AutoConfig.from_pretrained(source.path)
-    except (ValueError, KeyError) as e:
-        raise ArchitectureError(
-            f"{source.path}: model_type {source.config.get('model_type')!r} is unknown to transformers and to "
-            "trilobite; upgrade transformers"
-        ) from e
+    return read_config(source.path, source.config)
 
 
 def _model_class(config: PreTrainedConfig, source: Source) -> type[PreTrainedModel]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -20,7 +20,7 @@ from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.checkpoint.unpack import dequantize_blocks, dequantize_mxfp4
 from trilobite.errors import ArchitectureError, CheckpointError
-from trilobite.models.deepseek import register
+from trilobite.models.auto import read_config
 from trilobite.models.names import memory_names
 from trilobite.quantize.calibrate.stacked_experts import expert_matrix
 
@@ -42,7 +42,6 @@ class BlockWeights:
 
     def __init__(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> None:
         """Build the model on meta. Raises ArchitectureError when it is not a stack of decoder blocks."""
-        register()
         self.source, self.device = source, device
         self.model = _skeleton(source, device)
         self.dtype: torch.dtype = self.model.dtype
@@ -163,13 +162,7 @@ class BlockWeights:
 
 def _skeleton(source: Source, device: torch.device) -> PreTrainedModel:
     """The model on meta, with real values in the buffers that no checkpoint holds (rotary frequencies)."""
-    try:
-        config = AutoConfig.from_pretrained(source.path)
-    except (ValueError, KeyError) as e:
-        raise ArchitectureError(
-            f"{source.path}: model_type {source.config.get('model_type')!r} is unknown to transformers, which "
-            "calibration runs the model with; choose a recipe without calibration"
-        ) from e
+    config = read_config(source.path, source.config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ArchitectureError(
             f"{source.path}: {type(config).__name__} has no causal language model in transformers, and calibration "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trilobite.checkpoint.roles import text_config
 from trilobite.checkpoint.source import Source
-from trilobite.errors import CalibrationError, MissingExtraError
+from trilobite.errors import CalibrationError, CheckpointError, MissingExtraError
 
 SAMPLES = 128
 CONTEXT = 2048
@@ -144,15 +144,12 @@ def _cut(part: str, length: int, encode: Any, chance: random.Random) -> list[int
 
 
 def _tokenizer(source: Source) -> Any:
-    from transformers import AutoTokenizer
+    from trilobite.models.auto import read_tokenizer  # brings transformers along
 
     try:
-        return AutoTokenizer.from_pretrained(source.path)
-    except (OSError, ValueError, KeyError) as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise CalibrationError(
-            f"{source.path}: no usable tokenizer: {reason}; calibration needs the tokenizer files beside the weights"
-        ) from e
+        return read_tokenizer(source.path)
+    except CheckpointError as e:
+        raise CalibrationError(f"{e}; calibration needs them beside the weights") from e
 
 
 def _read(path: Path) -> str:
