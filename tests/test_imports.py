@@ -120,6 +120,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels/gpu/layout": set(),
     "runtime/modules": set(),
     "runtime/generate": set(),
+    "runtime/offload": {"modules"},
 }
 """What a room may import of the rooms beside it; the files that lie between rooms are for all of them."""
 

@@ -11,6 +11,7 @@
     ├── CalibrationError (ValueError)      a text, a model or activations that cannot calibrate a method
     ├── EvaluationError (ValueError)       a text or task that cannot be measured
     ├── DeviceError (RuntimeError)         a GPU that is too old or has too little memory
+    ├── OffloadError (RuntimeError)        too little memory for a model that streams, or a disk that fails meanwhile
     └── MissingExtraError (ImportError)    an optional dependency is not installed
 
 Each message says what was found, the rule, and what to do. The command line prints it as one line and exits with
@@ -60,6 +61,10 @@ class EvaluationError(TrilobiteError, ValueError):
 
 class DeviceError(TrilobiteError, RuntimeError):
     """A GPU is too old or has too little memory."""
+
+
+class OffloadError(TrilobiteError, RuntimeError):
+    """Too little memory for a model whose experts stream from the disk, or the disk fails meanwhile."""
 
 
 class MissingExtraError(TrilobiteError, ImportError):
