@@ -36,6 +36,12 @@ void add_bias(const trilobite_experts_args &a, const void *bias, int64_t at, int
   }
 }
 
+int64_t gate_bias(const trilobite_experts_args &a, int64_t expert) { return expert * 2 * a.intermediate; }
+
+int64_t up_bias(const trilobite_experts_args &a, int64_t expert) {
+  return a.gated ? gate_bias(a, expert) + a.intermediate : expert * a.intermediate;
+}
+
 int down_bands(const ExpertsCall &c, int threads) {
   const int64_t bands = ceil_div(c.a.hidden, ROWS);
   int units = c.tokens >= 64 ? 4 : 1;
@@ -96,6 +102,8 @@ bool read_matrices(const trilobite_experts_args &a, Active &e) {
   if (!from_table(a.slab, a.slab_bytes, rows + 2 * TRILOBITE_COLUMNS, a.hidden, a.intermediate, out, in, &e.down, &down))
     return false;
   if (!up || !down) return fail("experts: expert %lld has no up or down matrix", (long long)e.expert);
+  if (e.gated != (a.gated != 0))
+    return fail("experts: expert %lld has %s gate, unlike the layer", (long long)e.expert, e.gated ? "a" : "no");
   if (!e.gated && a.activation == TRILOBITE_GPT_OSS)
     return fail("experts: expert %lld has no gate, which activation gpt_oss needs", (long long)e.expert);
   return true;
@@ -146,10 +154,10 @@ void gate_up(const Call &c, Active &e, int64_t unit, float *gate, float *up, voi
   const int bands = (int)std::min<int64_t>(UNIT_BANDS, e.up.bands - band);
   const int64_t width = std::min<int64_t>(UNIT, a.intermediate - row);
   product(c.t, e.up, band, bands, e.x, e.z_up, up, UNIT, scratch);
+  add_bias(a, a.gate_up_bias, up_bias(a, e.expert) + row, width, e.count, up, UNIT);
   if (e.gated) {
     product(c.t, e.gate, band, bands, e.x, e.z_gate, gate, UNIT, scratch);
-    add_bias(a, a.gate_up_bias, e.expert * 2 * a.intermediate + row, width, e.count, gate, UNIT);
-    add_bias(a, a.gate_up_bias, e.expert * 2 * a.intermediate + a.intermediate + row, width, e.count, up, UNIT);
+    add_bias(a, a.gate_up_bias, gate_bias(a, e.expert) + row, width, e.count, gate, UNIT);
   }
   float *h = e.gated ? gate : up;
   for (int t = 0; t < e.count; t++)

@@ -31,6 +31,9 @@ struct ExpertsCall {
 int64_t element_size(int64_t dtype);
 float *low_rank_buffer(Workspace &ws, const Matrix &m, int count);
 int64_t ranks(const Matrix &m);
+// Where the biases of an expert begin in gate_up_bias.
+int64_t gate_bias(const trilobite_experts_args &a, int64_t expert);
+int64_t up_bias(const trilobite_experts_args &a, int64_t expert);
 void add_bias(const trilobite_experts_args &a, const void *bias, int64_t at, int64_t width, int count, float *out,
               int64_t ld);
 // Bands of a task of the down projections: wide when there are many tokens, so that their digits are read less often.

@@ -163,7 +163,7 @@ bool fuzz_linear() {
   snprintf(what, sizeof what, "linear n=%ld k=%ld tokens=%ld bits=%ld group=%ld rank=%ld/%ld digits=%ld", (long)n, (long)k,
            (long)tokens, (long)w.m.bits, (long)group, (long)w.m.rank, (long)w.m.rank_bits, (long)digits);
   return agree(what, tokens * n, 1e-5, [&](float *y) {
-    return trilobite_linear(x.data(), TRILOBITE_F32, tokens, &w.m, pick(0, 1) ? bias.data() : bias.data(), TRILOBITE_F32, y,
+    return trilobite_linear(x.data(), TRILOBITE_F32, tokens, &w.m, bias.data(), TRILOBITE_F32, y,
                             digits, threads);
   });
 }
@@ -224,16 +224,19 @@ bool fuzz_experts(bool lattice) {
   const int64_t intermediate = lattice ? some_length(5, 6) : group * pick(1, 3);
   const Turn h(hidden), i(intermediate);
   const int64_t experts = pick(1, 6), active = pick(1, 3), tokens = pick(1, 30);
-  Layer l = some_layer(experts, hidden, intermediate, group, pick(0, 3) > 0, lattice ? &h : nullptr, lattice ? &i : nullptr);
+  const bool gated = pick(0, 3) > 0;
+  Layer l = some_layer(experts, hidden, intermediate, group, gated, lattice ? &h : nullptr, lattice ? &i : nullptr);
   if (pick(0, 3) == 0) l.table[pick(0, (int64_t)l.table.size() - 1)] = (int64_t)g_random() >> pick(0, 63);  // a broken table
   const auto x = activations(tokens * hidden), weights = activations(tokens * active);
+  const auto gate_up_bias = activations(experts * (1 + gated) * intermediate), down_bias = activations(experts * hidden);
   std::vector<int64_t> index(tokens * active);
   for (auto &e : index) e = pick(-1, experts + 1);
   trilobite_experts_args a{};
   a.x = x.data(), a.index = index.data(), a.weights = weights.data(), a.slab = l.slab.data(), a.table = l.table.data();
   a.index_bytes = 8, a.tokens = tokens, a.active = active, a.experts = experts, a.hidden = hidden;
   a.intermediate = intermediate, a.slab_bytes = (int64_t)l.slab.size(), a.activation = pick(0, 8);
-  a.digits = TRILOBITE_EXACT, a.threads = pick(1, 2);
+  a.digits = TRILOBITE_EXACT, a.threads = pick(1, 2), a.gated = gated;
+  if (pick(0, 1)) a.gate_up_bias = gate_up_bias.data(), a.down_bias = down_bias.data();
   if (lattice) a.rotate_hidden = &h.r, a.rotate_intermediate = &i.r;
   // Activations amplify: a broken table may also decode to anything, so there only the codes are compared.
   return agree("experts", tokens * hidden, 1e-3, [&](float *y) {

@@ -151,14 +151,15 @@ void complete(const Layer &l, const Matrix &m, const float *z, int count, const 
 void finish_block(const Layer &l, const Work &w, int64_t block, float *buffer) {
   const trilobite_experts_args &a = l.c.a;
   const Active &e = *w.e;
-  const int64_t first = block * TOKENS, n = a.intermediate, bias = e.expert * 2 * n;
+  const int64_t first = block * TOKENS, n = a.intermediate;
   const int count = (int)std::min<int64_t>(TOKENS, e.count - first);
   float *up = w.up_rows + first * l.ld, *h = up;
-  complete(l, e.up, e.z_up ? e.z_up + first * e.up.rank : nullptr, count, e.gated ? a.gate_up_bias : nullptr, bias + n, up,
-           buffer);
+  complete(l, e.up, e.z_up ? e.z_up + first * e.up.rank : nullptr, count, a.gate_up_bias,
+           up_bias(a, e.expert), up, buffer);
   if (e.gated) {
     h = w.gate_rows + first * l.ld;
-    complete(l, e.gate, e.z_gate ? e.z_gate + first * e.gate.rank : nullptr, count, a.gate_up_bias, bias, h, buffer);
+    complete(l, e.gate, e.z_gate ? e.z_gate + first * e.gate.rank : nullptr, count, a.gate_up_bias,
+             gate_bias(a, e.expert), h, buffer);
   }
   for (int t = 0; t < count; t++)
     l.c.t.activate((int)a.activation, h + t * l.ld, e.gated ? up + t * l.ld : nullptr, n);

@@ -10,7 +10,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 4
+#define TRILOBITE_ABI 5
 TRILOBITE_API int trilobite_abi(void);
 
 // Element types of activations, routing weights, biases and results.
@@ -60,11 +60,12 @@ typedef struct {
   const void *weights;       // [tokens, active] of weights_dtype
   const uint8_t *slab;       // [slab_bytes]
   const int64_t *table;      // [experts, 3, TRILOBITE_COLUMNS]
-  const void *gate_up_bias;  // [experts, 2 * intermediate] of bias_dtype, or NULL
+  const void *gate_up_bias;  // [experts, 2 * intermediate] of bias_dtype, gate first ([.., intermediate] without gates), or NULL
   const void *down_bias;     // [experts, hidden] of bias_dtype, or NULL
   void *y;                   // [tokens, hidden] of dtype
   int64_t dtype, weights_dtype, bias_dtype, index_bytes;
   int64_t tokens, active, experts, hidden, intermediate, slab_bytes, activation, digits, threads;
+  int64_t gated;             // 1: all experts have gates, 0: none has
   const trilobite_rotation *rotate_hidden, *rotate_intermediate;  // or NULL where no matrix is in a lattice format
 } trilobite_experts_args;
 

@@ -128,6 +128,14 @@ def has_lattice(table: Tensor) -> bool:
     return table.shape[-1] > Column.LATTICE and bool((table[..., Column.LATTICE] >= 0).any())
 
 
+def has_gates(table: Tensor) -> bool:
+    """Whether the experts of a table have gates. table: [E, 3, 16] int64    Raises ShapeError where only some do."""
+    gated = table[:, GATE, Column.PACKED] >= 0
+    if gated.any() and not gated.all():
+        raise ShapeError("experts: some have a gate and some have none; expected all or none")
+    return bool(gated.any())
+
+
 def expert_weight(slab: Tensor, row: Tensor, shape: tuple[int, int]) -> PackedWeight | None:
     """The packed weight [N, K] that a table row describes, as views of the slab; None where packed = -1.
 

@@ -133,7 +133,8 @@ def experts(
     """Sum over a token's experts of weight * down(act(gate(x)) * up(x)), in float32.
 
     x: [T, H]    top_k_index: [T, A] int64, E and above = no expert    top_k_weights: [T, A]
-    slab, table: see `expert_table`    gate_up_bias: [E, 2I], gate first, or None    down_bias: [E, H] or None
+    slab, table: see `expert_table`    gate_up_bias: [E, 2I], gate first, [E, I] without gates, or None
+    down_bias: [E, H] or None
     returns: [T, H] in x.dtype
     """
     hidden = x.shape[1]
@@ -149,9 +150,10 @@ def experts(
         assert up is not None
         assert down is not None
         weight = top_k_weights[token, slot, None].float()
-        gate_bias, up_bias = (0.0, 0.0) if gate_up_bias is None else gate_up_bias[e].float().chunk(2)
+        bias = inputs.x.new_zeros(1) if gate_up_bias is None else gate_up_bias[e].float()
+        gate_bias, up_bias = bias[:intermediate], bias[-intermediate:]
         if gate is None:
-            h = ACT2FN[activation](inputs.times(up, token))
+            h = ACT2FN[activation](inputs.times(up, token) + up_bias)
         else:
             h = act(inputs.times(gate, token) + gate_bias, inputs.times(up, token) + up_bias)
         outputs.add(h, down, token, weight)

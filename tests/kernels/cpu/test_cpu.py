@@ -233,13 +233,14 @@ def test_experts(tier: str, formats: list[str], rank: int, tokens: int) -> None:
     assert relative_error(*_both(_x(tokens, HIDDEN), index, weights, _layer(formats, rank=rank))) < EXACT
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
-def test_experts_of_every_type_with_biases(tier: str, dtype: torch.dtype) -> None:
-    layer = _layer(["int3-g32"])
+def test_experts_of_every_type_with_biases(tier: str, dtype: torch.dtype, gated: bool) -> None:
+    layer = _layer(["int3-g32"], gated=gated)
     for tokens in (1, 30):
         index, weights = _routing(tokens)
         more = {
-            "gate_up_bias": _x(EXPERTS, 2 * INTERMEDIATE, dtype=dtype),
+            "gate_up_bias": _x(EXPERTS, (1 + gated) * INTERMEDIATE, dtype=dtype),
             "down_bias": _x(EXPERTS, HIDDEN, dtype=dtype),
         }
         x = _x(tokens, HIDDEN, dtype=dtype)
@@ -382,6 +383,9 @@ def test_experts_refuse_what_does_not_fit() -> None:
     _refused(lambda: run(table=bad), "no up or down")
     biases = {"gate_up_bias": torch.zeros(EXPERTS, INTERMEDIATE)}
     _refused(lambda: _both(x, index, weights, (slab, table), **biases), "gate_up_bias")
+    bad = table.clone()
+    bad[1, 0, Column.PACKED] = -1
+    _refused(lambda: run(table=bad), "expected all or none")
 
 
 # Processes and threads.

@@ -14,7 +14,7 @@ from trilobite.formats.incoherence import draw_signs, read_signs, store_signs
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.expert_table import Column, build
+from trilobite.kernels.expert_table import Column, build, has_gates
 from trilobite.recipe import LatticeFormat, parse_format
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
@@ -148,7 +148,7 @@ def _routing(tokens: int) -> tuple[Tensor, Tensor]:
 
 def _both(x: Tensor, layer: tuple[Tensor, Tensor], bias: bool = False) -> tuple[Tensor, Tensor]:
     index, weights = _routing(len(x))
-    gate_up = _x(EXPERTS, 2 * INTERMEDIATE, seed=3) if bias else None
+    gate_up = _x(EXPERTS, (1 + has_gates(layer[1])) * INTERMEDIATE, seed=3) if bias else None
     down = _x(EXPERTS, HIDDEN, seed=4) if bias else None
     found = ops.experts(
         x,
@@ -173,10 +173,11 @@ def test_experts(tier: str, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("kind", ["mixed", "no gates"])
 @pytest.mark.parametrize("dtype", list(EXACT), ids=str)
-def test_experts_of_every_type_with_biases(tier: str, dtype: torch.dtype) -> None:
+def test_experts_of_every_type_with_biases(tier: str, dtype: torch.dtype, kind: str) -> None:
     for tokens in (1, 30):
-        error = relative_error(*_both(_x(tokens, HIDDEN, dtype=dtype), _layer("mixed"), bias=True))
+        error = relative_error(*_both(_x(tokens, HIDDEN, dtype=dtype), _layer(kind), bias=True))
         assert error < 2 * EXACT[dtype]
 
 

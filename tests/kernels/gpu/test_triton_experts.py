@@ -54,7 +54,8 @@ def compare(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(index.shape[0], H, generator=generator).to(dtype)
     share = torch.rand(index.shape, generator=generator).to(dtype)
-    gate_up = 5 * torch.randn(len(weights), 2 * I, generator=generator).to(dtype) if biases else None
+    width = I if weights[0][0] is None else 2 * I
+    gate_up = 5 * torch.randn(len(weights), width, generator=generator).to(dtype) if biases else None
     down = torch.randn(len(weights), H, generator=generator).to(dtype) if biases else None
     slab, table = build(weights)
     expected = reference.experts(x, index, share, slab, table, gate_up, down, I, activation)
@@ -119,10 +120,11 @@ def test_activations(activation: str) -> None:
     assert error < 4 * TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "leaky_relu"])
-def test_experts_without_gates(activation: str) -> None:
-    index = torch.tensor([[0, 1], [1, 2]])
-    error = compare(make(2, gated=False), index, replace(DOT, block_n=64), activation=activation)
+def test_experts_without_gates(activation: str, biases: bool) -> None:
+    index, tile = torch.tensor([[0, 1], [1, 2]]), replace(DOT, block_n=64)
+    error = compare(make(2, gated=False), index, tile, activation=activation, biases=biases)
     assert error < 4 * TOLERANCE[torch.float32]
 
 

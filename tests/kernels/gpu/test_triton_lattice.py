@@ -196,7 +196,8 @@ def compare(
     generator = torch.Generator().manual_seed(0)
     at = torch.tensor(index)
     x, share = torch.randn(len(index), H, generator=generator), torch.rand(at.shape, generator=generator)
-    gate_up = torch.randn(len(weights), 2 * I, generator=generator) if biases else None
+    width = I if weights[0][0] is None else 2 * I
+    gate_up = torch.randn(len(weights), width, generator=generator) if biases else None
     down = torch.randn(len(weights), H, generator=generator) if biases else None
     expected = reference.experts(x, at, share, *build(weights), gate_up, down, I, activation)
     down_tile = replace(TILE, splits=2)
@@ -228,9 +229,11 @@ def test_routings(routing: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu", False), ("leaky_relu", True)])
+@pytest.mark.parametrize(
+    ("activation", "gated"), [("silu", True), ("relu", False), ("leaky_relu", True), ("leaky_relu", False)]
+)
 def test_activations_and_biases(activation: str, gated: bool) -> None:
-    error = compare(make(2, gated=gated), [[0, 1], [1, 0]], activation=activation, biases=gated)
+    error = compare(make(2, gated=gated), [[0, 1], [1, 0]], activation=activation, biases=True)
     assert error < TOLERANCE[torch.float32]
 
 

@@ -26,7 +26,7 @@ from trilobite.formats.incoherence import factors
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels.cpu import native
 from trilobite.kernels.cpu.matrix import dense, dtype_code, lattice_matrix, matrix, rotation
-from trilobite.kernels.expert_table import Column, check_routing, has_lattice
+from trilobite.kernels.expert_table import Column, check_routing, has_gates, has_lattice
 from trilobite.recipe import CODEBOOKS, TRANSFORMS, LatticeFormat
 
 ACTIVATIONS = {
@@ -288,7 +288,8 @@ def experts_layer(
         )
     (hidden, intermediate), count = sizes, table.shape[0]
     slab, table = dense(slab, "experts: slab", torch.uint8), dense(table, "experts: table")
-    gate_up_bias = _bias(gate_up_bias, (count, 2 * intermediate), "gate_up_bias")
+    gated = has_gates(table)
+    gate_up_bias = _bias(gate_up_bias, (count, (1 + gated) * intermediate), "gate_up_bias")
     down_bias = _bias(down_bias, (count, hidden), "down_bias")
     if gate_up_bias is not None and down_bias is not None and gate_up_bias.dtype != down_bias.dtype:
         gate_up_bias, down_bias = gate_up_bias.float(), down_bias.float()
@@ -304,6 +305,7 @@ def experts_layer(
         intermediate=intermediate,
         slab_bytes=slab.numel(),
         activation=ACTIVATIONS[activation],
+        gated=int(gated),
     )
     if has_lattice(table):
         layer.rotate_hidden, layer.rotate_intermediate = map(rotation, sizes)

@@ -56,6 +56,7 @@ class ExpertsArgs(Structure):
             for name in ("experts", "hidden", "intermediate", "slab_bytes", "activation", "digits")
         ),
         ("threads", c_int64),
+        ("gated", c_int64),
         *((name, c_void_p) for name in ("rotate_hidden", "rotate_intermediate")),
     )
 
@@ -70,7 +71,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 4
+ABI = 5
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 

@@ -128,8 +128,9 @@ def experts(
         raise ShapeError(
             f"experts: table is {list(table.shape)}, expected [E, 3, {len(Place)}] of the GPU layout"
         )
+    gated = has_gates(codings_of(spec, 3))
     for name, bias, width in (
-        ("gate_up_bias", gate_up_bias, 2 * intermediate),
+        ("gate_up_bias", gate_up_bias, (1 + gated) * intermediate),
         ("down_bias", down_bias, x.shape[1]),
     ):
         if bias is not None and bias.shape != (table.shape[0], width):
@@ -239,7 +240,7 @@ class _Layer:
             "CLASS_ID": g.class_id,
             "GATED": g.gated,
             "ACTIVATION": self.activation,
-            "BIAS": bias is not None and g.gated,
+            "BIAS": bias is not None,
             "GATE_BITS": gate.bits,
             "GATE_GROUP": gate.group,
             "GATE_SYMMETRIC": gate.symmetric,
@@ -292,7 +293,7 @@ class _Layer:
             "CLASS_ID": g.class_id,
             "GATED": g.gated,
             "ACTIVATION": self.activation,
-            "BIAS": bias is not None and g.gated,
+            "BIAS": bias is not None,
             "BLOCK": COMBINE_BLOCK,
         }
         launch(activate, (g.rows.slots, -(-self.intermediate // COMBINE_BLOCK)), arguments, constants)
@@ -301,9 +302,9 @@ class _Layer:
         gate, up = both
         assert g.rows.index is not None
         known = g.rows.index.flatten().clamp(0, g.rows.experts - 1)
-        if self.gate_up_bias is not None and g.gated:
-            gate_bias, up_bias = self.gate_up_bias[known].float().chunk(2, -1)
-            gate, up = gate + gate_bias, up + up_bias
+        if self.gate_up_bias is not None:
+            bias = self.gate_up_bias[known].float()
+            gate, up = gate + bias[:, : self.intermediate], up + bias[:, -self.intermediate :]
         act = gate_fn(self.activation)
         made = act(gate, up) if g.gated else act(up, torch.ones_like(up))
         if g.class_id >= 0:
@@ -332,6 +333,14 @@ class _Layer:
             else:
                 run_product(rows, self.matrices, inputs, job, tile, low, parts, None)
         return parts
+
+
+def has_gates(classes: Sequence[Sequence[Coding]]) -> bool:
+    """Whether the experts of a layer have gates. classes: (gate, up, down)    Raises ShapeError where only some do."""
+    gated = {codings[GATE].bits > 0 for codings in classes}
+    if len(gated) > 1:
+        raise ShapeError("experts: some have a gate and some have none; expected all or none")
+    return True in gated
 
 
 def _together(codings: Sequence[Coding]) -> list[tuple[int, int]]:

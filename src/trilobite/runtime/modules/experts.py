@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PROJECTIONS = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
 """Names of an expert's matrices in checkpoints."""
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
+BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 _biases = itemgetter(*BIASES)
 EXPERT_NAME = re.compile(rf"^(.*\.experts)\.(\d+)\.({'|'.join(PROJECTIONS)})$")
 
@@ -38,6 +38,7 @@ class PackedExperts(nn.Module):
     """
 
     gate_up_proj_bias: nn.Parameter | None
+    up_proj_bias: nn.Parameter | None  # of experts without gates
     down_proj_bias: nn.Parameter | None
 
     def __init__(self, original: nn.Module, experts: dict[int, dict[str, dict[str, Tensor]]]) -> None:
@@ -239,9 +240,11 @@ class PackedExperts(nn.Module):
         return self._bound.call
 
     def _gate_up_bias(self) -> Tensor | None:
-        """[E, 2I] with the gate's part first, also where the checkpoint alternates the two."""
+        """[E, 2I] with the gate's part first, also where the checkpoint alternates the two; [E, I] without gates."""
         bias = self.gate_up_proj_bias
-        if bias is None or not self.interleaved:
+        if bias is None:
+            return self.up_proj_bias
+        if not self.interleaved:
             return bias
         return torch.cat((bias[:, ::2], bias[:, 1::2]), 1)
 

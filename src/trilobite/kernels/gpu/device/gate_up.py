@@ -68,7 +68,8 @@ def gate_up(
 ):  # fmt: skip
     """h[slot] = act(gate x) * (up x), or act(up x) without gates; x is row slot // DIVISOR.
 
-    grid: (tiles, row blocks). h: [S, N]    bias: [E, 2N], gate first    z: [2, Z_SPLITS, S, R_MAX] fp32
+    grid: (tiles, row blocks). h: [S, N]    bias: [E, 2N], gate first, or [E, N] without gates
+      z: [2, Z_SPLITS, S, R_MAX] fp32
     """
     tile = tl.program_id(0)
     expert, slot, mask = tile_slots(tile, p_index, p_order, p_ends, p_tiles, S, E, MODE, BLOCK_M, EP)
@@ -124,9 +125,13 @@ def gate_up(
             DTYPE, GATE_RANK_BITS, BLOCK_N, Z_SPLITS, FORM,
         )  # fmt: skip
     if BIAS:
-        p_bias += expert.to(tl.int64) * 2 * N
-        gate += tl.load(p_bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        acc += tl.load(p_bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            p_gate_bias = p_bias + expert.to(tl.int64) * 2 * N
+            gate += tl.load(p_gate_bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            p_up_bias = p_gate_bias + N
+        else:
+            p_up_bias = p_bias + expert.to(tl.int64) * N
+        acc += tl.load(p_up_bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
         h = _activate(gate, acc, ACTIVATION)
     else:
@@ -161,5 +166,7 @@ def activate(
             up += tl.load(p_bias + N + n, mask=n < N, other=0.0).to(tl.float32)
         h = _activate(gate, up, ACTIVATION)
     else:
+        if BIAS:
+            up += tl.load(p_bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)
         h = _activate(up, 1.0, ACTIVATION)
     tl.store(p_h + at, h.to(p_h.dtype.element_ty), mask=n < N)
