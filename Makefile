@@ -36,7 +36,7 @@ sanitize: install
 
 old-triton: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
-	PYTHONPATH=$(abspath build/triton-3.6) $(BIN)/python -m pytest tests/test_gpu_benchmark.py -k ahead_of_time
+	PYTHONPATH=$(abspath build/triton-3.6) $(BIN)/python -m pytest tests/benchmarks/test_gpu_benchmark.py -k ahead_of_time
 
 emulate: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100

@@ -178,7 +178,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
@@ -275,11 +275,12 @@ def main() -> None:
     names = {"bos_token": EOS, "eos_token": EOS, "pad_token": PAD, "model_max_length": args.context}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(args.out)
     ids = tokenizer.encode(heldout).ids
-    value = perplexity(model, ids, args.context, device)
-    seen = steps * args.batch * args.context
+    heldout_perplexity = perplexity(model, ids, args.context, device)
+    read = steps * args.batch * args.context
     size = sum(file.stat().st_size for file in args.out.iterdir()) / 1e6
-    print(f"trained on {seen:,} tokens in {seconds:,.0f} s; wrote {args.out} ({size:.1f} MB)")
-    print(f"held-out text: {len(ids):,} tokens, loss {math.log(value):.4f}, perplexity {value:.2f}")
+    print(f"trained on {read:,} tokens in {seconds:,.0f} s; wrote {args.out} ({size:.1f} MB)")
+    loss = math.log(heldout_perplexity)
+    print(f"held-out text: {len(ids):,} tokens, loss {loss:.4f}, perplexity {heldout_perplexity:.2f}")
 
 
 if __name__ == "__main__":

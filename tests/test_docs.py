@@ -62,17 +62,16 @@ def code(page: Path) -> Iterator[list[str]]:
 
 
 @cache
-def help_of(script: Path) -> set[str]:
-    """The options that a script's --help shows."""
+def help_of(module: str) -> set[str]:
+    """The options that a script's --help shows. module: as `python -m` takes it."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as shown:
-        patch.syspath_prepend(str(script.parent))
         patch.setenv("OMP_WAIT_POLICY", "passive")  # cpu.py sets it
-        patch.setattr(sys, "argv", [str(script), "--help"])
+        patch.setattr(sys, "argv", [module, "--help"])
         try:
             with pytest.raises(SystemExit, match=r"^0$"):
-                runpy.run_path(str(script), run_name="__main__")
+                runpy.run_module(module, run_name="__main__")
         except ModuleNotFoundError as e:
-            pytest.skip(f"{script.name} needs {e.name}")
+            pytest.skip(f"{module} needs {e.name}")
     return options(shown.getvalue().split())
 
 
@@ -92,6 +91,8 @@ def test_commands_exist_with_their_options(page: Path) -> None:
                 assert options(rest) <= known, words
             case ["make", target, *_]:
                 assert target in targets, words
-            case [script, *rest] if re.fullmatch(r"(benchmarks|docs|examples)/\w+\.py", script):
+            case ["-m", module, *rest] if module.startswith(("benchmarks.", "tools.")):
+                assert options(rest) <= help_of(module), words
+            case [script, *rest] if re.fullmatch(r"(docs|examples)/\w+\.py", script):
                 assert (ROOT / script).exists(), words
-                assert not options(rest) or options(rest) <= help_of(ROOT / script), words
+                assert not options(rest) or options(rest) <= help_of(script[:-3].replace("/", ".")), words

@@ -1,4 +1,4 @@
-"""What of benchmarks/gpu.py, `trilobite bench` and doctor runs without a GPU; and compilations ahead of time."""
+"""What of benchmarks/gpu/measure.py, `trilobite bench` and doctor runs without a GPU; and compilations ahead of time."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from support.packing import relative_error
-from support.paths import BENCHMARKS
+from support.paths import ROOT
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from support import triton_interpreter
@@ -65,26 +65,25 @@ TINY_MIXTRAL = MixtralConfig(
 
 
 @pytest.fixture
-def gpu_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu")
+def gpu_script() -> ModuleType:
+    return importlib.import_module("benchmarks.gpu.measure")
 
 
 @pytest.fixture
 def gpu_cases(gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = importlib.import_module("_gpu_cases")
+    module = importlib.import_module("benchmarks.gpu.cases")
     monkeypatch.setattr(module, "STEPS", 2)
     return module
 
 
 @pytest.fixture
 def gpu_run(gpu_script: ModuleType) -> ModuleType:
-    return importlib.import_module("_gpu_run")
+    return importlib.import_module("benchmarks.gpu.run")
 
 
 @pytest.fixture
 def decoding(gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = importlib.import_module("_decoding")
+    module = importlib.import_module("benchmarks.gpu.decoding")
     monkeypatch.setattr(module, "PROMPT", 2)
     return module
 
@@ -260,7 +259,7 @@ def test_parts_run_and_faults_cost_one_case(
         raise triton_bench.TritonError("out of resource: shared memory")
 
     late = gpu_run.Case(name="late", run=broken, least=1e6)
-    check = sys.modules["_gpu_check"]
+    check = sys.modules["benchmarks.gpu.check"]
     monkeypatch.setattr(check, "FORMATS", (("int3-g64", 3),))
     monkeypatch.setattr(check, "TOKENS", (2,))
     monkeypatch.setattr(check, "COLUMNS", (128,))
@@ -303,7 +302,7 @@ def test_parts_run_and_faults_cost_one_case(
 
 
 def test_a_wrong_kernel_is_found(gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, run = sys.modules["_gpu_check"], sys.modules["_gpu_run"]
+    check, run = sys.modules["benchmarks.gpu.check"], sys.modules["benchmarks.gpu.run"]
     monkeypatch.setattr(check, "TOKENS", (2,))
     case = check.Check(format="int3-g64", rank=0, k=192, device=CPU)
     right = check.ops.experts_gpu
@@ -315,11 +314,11 @@ def test_a_wrong_kernel_is_found(gpu_script: ModuleType, monkeypatch: pytest.Mon
 def test_the_page_has_a_place_for_every_part(
     gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = BENCHMARKS.parent / "docs" / "gpu.md"
+    page = ROOT / "docs" / "gpu.md"
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--markdown", str(page)])
     assert gpu_script.parse_arguments().only[:2] == ["check", "experts"]
     for wrong, words in (
-        (["--markdown", str(BENCHMARKS / "gpu.py")], "no markers gpu-check"),
+        (["--markdown", str(ROOT / "benchmarks/gpu/measure.py")], "no markers gpu-check"),
         (["--only", "model,modle"], "modle: no such part; known are check, experts, model"),
     ):
         monkeypatch.setattr(sys, "argv", ["gpu.py", *wrong])
@@ -388,7 +387,7 @@ def test_a_new_process_goes_on_after_a_lost_gpu(
     asked = Namespace(quick=True, only=["experts", "model", "linear"], minutes=8, markdown=None, begun=None)
     (failed,) = gpu_script.measure(asked, CPU)
     assert failed.startswith("a: RuntimeError: CUDA error")
-    ((_, _, *options),) = started
+    ((_, _, _, *options),) = started
     assert options[:3] == ["--only", "model,linear", "--minutes"]
     assert 7.9 < float(options[3]) <= 8
     assert options[4:6] == ["--quick", "--begun"]
@@ -440,7 +439,8 @@ def test_a_small_mixtral_decodes(
 
 def test_without_a_gpu_the_script_and_tuning_say_so(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py")],
+        [sys.executable, "-m", "benchmarks.gpu.measure"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -504,7 +504,7 @@ def test_a_capture_that_fails_leaves_the_stream(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_kernels_compile_ahead_of_time(arch: str, tmp_path: Path) -> None:
-    """Some of the variants that benchmarks/gpu_compile.py compiles, for a GPU that is not here; none may spill."""
+    """Some of the variants that benchmarks/gpu/compile.py compiles, for a GPU that is not here; none may spill."""
     code = (
         "import gpu_compile as g, torch\n"
         "first = {}\n"
@@ -523,7 +523,7 @@ def test_kernels_compile_ahead_of_time(arch: str, tmp_path: Path) -> None:
 def run_compiler(code: str, cache: Path) -> str:
     """Run code in a process in which Triton compiles. returns: what it printed."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
     script = cache / "script.py"  # a file, which workers can import
     script.write_text(code)
@@ -537,7 +537,8 @@ def run_compiler(code: str, cache: Path) -> str:
 def test_launches_find_what_was_compiled_ahead(tmp_path: Path) -> None:
     """The cache's key of an ahead-of-time compilation is that of the launch, or all that work would be done twice."""
     code = """
-import _ahead, gpu_compile as g, torch, triton
+import torch, triton
+from benchmarks.gpu import ahead, compile as g
 from trilobite.kernels.gpu.launch import recording
 
 def run(call, warps, warmup=False):
@@ -545,18 +546,18 @@ def run(call, warps, warmup=False):
     return call.kernel.run(grid=(1,), warmup=warmup, **call.arguments, **call.constants, **options)
 
 if __name__ == "__main__":
-    _ahead.pretend(90)
+    ahead.pretend(90)
     calls = {}
     with recording(lambda call: calls.setdefault(call.kernel.fn.__name__, call)):
         for fmt in ("int3-g64", "e8p-2"):
             shape = g.Shape(layer=g.DEEPSEEK, format=g.parse_format(fmt), rank=0, kind="int3", dtype=torch.bfloat16)
             shape.experts(8)
     calls = [calls[name] for name in ("route", "combine", "spin", "spin_back")]
-    with _ahead.noting() as wanted:
+    with ahead.noting() as wanted:
         for call in (*calls, *calls):
             assert run(call, call.warps) is None
     assert len(wanted) == 4, wanted
-    assert _ahead.compile_all(list(wanted), 90, 1, print) == 4
+    assert ahead.compile_all(list(wanted), 90, 1, print) == 4
     hits = []
     triton.knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
     for call in calls:
@@ -571,7 +572,8 @@ if __name__ == "__main__":
 def test_compiled_kernels_agree_with_the_reference(arch: str, tokens: str, tmp_path: Path) -> None:
     """What Triton makes of them runs in an emulator: few rows, and as many as tensor cores of a newer kind take."""
     code = f"""
-import sys, gpu_emulate
+import sys
+from benchmarks.gpu import emulate as gpu_emulate
 if __name__ == "__main__":
     sys.argv[1:] = ["--quick", "--arch", "{arch}", "--tokens", "{tokens}", "--jobs", "2"]
     gpu_emulate.main()
@@ -586,10 +588,10 @@ def test_emulated_kernels_need_their_barriers_and_waits(tmp_path: Path) -> None:
     """Without them the emulator sees a race: so it would see one in a kernel that lacks them."""
     code = """
 from dataclasses import replace
-import _ahead, gpu_emulate
-from ptx import emulator
+from benchmarks.gpu import ahead, emulate as gpu_emulate
+from tools.ptx import emulator
 
-_ahead.pretend(90)
+ahead.pretend(90)
 case = next(c for c in gpu_emulate.cases(True, (40,)) if c.operator == "linear")
 parse = emulator.parse
 
@@ -619,8 +621,7 @@ for name, kind in (("-", "-"), ("bar", "sync"), ("cp", "wait_group"), ("wgmma", 
 
 
 def test_compilations_cover_the_forms_that_layers_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    script = importlib.import_module("gpu_compile")
+    script = importlib.import_module("benchmarks.gpu.compile")
     found, lanes = set(), set()
     with (
         recording(lambda call: lanes.add(script.variant(call))),

@@ -4,6 +4,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
-BENCHMARKS = ROOT / "benchmarks"
 SHARED = ROOT.parent / "shared"
 """Real checkpoints and texts; tests that read them skip where they are absent."""

@@ -1,18 +1,13 @@
 """The emulator of PTX, on small kernels written by hand: what they compute, and what it must not let pass."""
 
-import sys
-
 import numpy as np
 import pytest
-from support.paths import BENCHMARKS
 
-sys.path.insert(0, str(BENCHMARKS))
-
-from ptx import tensor_core
-from ptx.arithmetic import HANDLERS, from_bf16, to_bf16
-from ptx.block import Block
-from ptx.memory import EmulationError, GlobalMemory, SharedMemory
-from ptx.program import SHARED_BASE, Program, parse
+from tools.ptx import tensor_core
+from tools.ptx.arithmetic import HANDLERS, from_bf16, to_bf16
+from tools.ptx.block import Block
+from tools.ptx.memory import EmulationError, GlobalMemory, SharedMemory
+from tools.ptx.program import SHARED_BASE, Program, parse
 
 assert tensor_core
 THREADS = 64

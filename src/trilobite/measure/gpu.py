@@ -1,4 +1,4 @@
-"""Measure the operators on random weights: for `trilobite bench`, the search for tiles, and benchmarks/gpu.py."""
+"""Measure the operators on random weights: for `trilobite bench`, the search for tiles, and benchmarks/gpu."""
 
 import math
 import statistics

@@ -363,7 +363,7 @@ def slow_child(source: Path, dst: Path) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kill_9(finished: Path, mixtral: Path, tmp_path: Path) -> None:
-    """A handful of random moments; benchmarks/kill9.py does twenty and more, with the real command."""
+    """A handful of random moments; tools/kill9.py does twenty and more, with the real command."""
     dst, chance = tmp_path / "dst", random.Random(5)
     killed = 0
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""The cases of benchmarks/gpu.py: layers of experts, linear layers, decoding steps of a whole model.
+"""The cases of benchmarks/gpu/measure.py: layers of experts, linear layers, decoding steps of a whole model.
 
 Weights are random, and made when a case first needs them: a part that is left out takes no memory.
 """
@@ -11,12 +11,18 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from _decoding import compiled_seconds, decode_seconds, expert_bytes, packed_bytes, random_mixtral
-from _gpu_baselines import bf16_experts, both_products, sort_slots
-from _gpu_rows import Row, kernel_row
-from _gpu_run import Calls, Case, Clock, LeftOutError
 from torch import Tensor, nn
 
+from benchmarks.gpu.baselines import bf16_experts, both_products, sort_slots
+from benchmarks.gpu.decoding import (
+    compiled_seconds,
+    decode_seconds,
+    expert_bytes,
+    packed_bytes,
+    random_mixtral,
+)
+from benchmarks.gpu.rows import Row, kernel_row
+from benchmarks.gpu.run import Calls, Case, Clock, LeftOutError
 from trilobite.kernels.gpu.layout.pack import Pack, repack
 from trilobite.measure.gpu import (
     ROUTINGS,

@@ -1,6 +1,6 @@
 """What does each method cost on a true Mixtral layer, in time and memory, and what on the whole model?
 
-    python benchmarks/calibrated_cost.py [--cases 0 1 2 ...] [--results FILE.json] [--page docs/results.md]
+    python -m benchmarks.speed.calibrated_cost [--cases 0 1 2 ...] [--results FILE.json] [--page docs/results.md]
 
 Random heavy-tailed weights and H = I + X X^T / 512 with Gaussian X [K, 512]: neither changes what is computed. Every
 case runs in a process of its own, on one thread, as `trilobite compress` works on a matrix. Rows do not depend on each
@@ -32,11 +32,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from _markdown import table
-from _script import add_page, parser, publish
-from _synthetic import heavy_tailed
 from torch import Tensor
 
+from benchmarks.lib.markdown import table
+from benchmarks.lib.script import add_page, parser, publish
+from benchmarks.lib.synthetic import heavy_tailed
 from trilobite.formats.weight import dequantize
 from trilobite.quantize.methods import gptq as gptq_module
 from trilobite.quantize.methods import ldlq as ldlq_module
@@ -262,7 +262,7 @@ def main() -> None:
     known = json.loads(args.results.read_text()) if args.results and args.results.exists() else {}
     known["rate"] = known.get("rate") or matmul_rate()
     for number in args.cases:
-        command = [sys.executable, __file__, "--child", str(number)]
+        command = [sys.executable, "-m", "benchmarks.speed.calibrated_cost", "--child", str(number)]
         child = subprocess.run(command, check=True, capture_output=True, text=True)
         known[str(number)] = json.loads(child.stdout)
         print(known[str(number)], flush=True)

@@ -1,6 +1,6 @@
 """Compile every shipped configuration of the GPU kernels, without a GPU: registers, spills, shared memory.
 
-    python benchmarks/gpu_compile.py [--arch 80,89,90] [--quick] [--markdown docs/gpu.md]
+    python -m benchmarks.gpu.compile [--arch 80,89,90] [--quick] [--markdown docs/gpu.md]
 
 The launches are recorded from calls of the operators on meta tensors (so these are the kernels that run, not a list
 that somebody keeps), one call for every tile of the tables, format and type; then Triton compiles each for each
@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import triton
-from _markdown import insert, table
 from rich.console import Console
 from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.lib.markdown import insert, table
 from trilobite.formats.lattice import Record
 from trilobite.formats.weight import PackedWeight, factor_shape, stored_shapes
 from trilobite.kernels.gpu import tuning as triton_tuning
@@ -159,7 +159,9 @@ class Shape:
         biases = (self._empty(e, 2 * i), self._empty(e, h)) if own else (None, None)
         activation = "gpt_oss" if own else "silu"
         weights = self._empty(tokens, self.layer.active)
-        experts(self._empty(tokens, h), index, weights, slab, places, *biases, i, activation, spec)
+        experts(
+            self._empty(tokens, h), index, weights, slab, places, biases[0], biases[1], i, activation, spec
+        )
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -251,15 +253,17 @@ def _per_weight(v: Variant, code: str) -> float:
     constants = dict(v.constants)
     if v.kernel not in ("product", "gate_up", "lattice_product") or constants.get("RANK_BITS"):
         return 0.0  # with a compensator, the longest loop is another one
-    label, at, loops = {}, [], []
+    label: dict[str, int] = {}
+    instructions: list[str] = []
+    loops: list[int] = []
     for line in code.splitlines():
         if found := re.match(r"\s*(\.L_x_\d+):", line):
-            label[found[1]] = len(at)
+            label[found[1]] = len(instructions)
         elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            at.append(found[1])
+            instructions.append(found[1])
             target = re.search(r"\bBRA\b.*\((\.L_x_\d+)\)", found[1])
             if target and target[1] in label:
-                loops.append(len(at) - label[target[1]])
+                loops.append(len(instructions) - label[target[1]])
     matrices = 2 if v.kernel == "gate_up" and constants["GATED"] else 1
     weights = matrices * constants["BLOCK_N"] * 128 * constants["KS"] / (32 * v.warps)
     return max(loops, default=0) / weights
@@ -285,7 +289,7 @@ def rows_of(done: list[tuple[Variant, str, Report]]) -> list[tuple[str, ...]]:
                 arch,
             )
         worst.setdefault(key, []).append(report)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for (kernel, form, tile, arch), reports in sorted(
         worst.items(), key=lambda item: [str(k) for k in item[0]]
     ):
@@ -345,8 +349,9 @@ def main() -> None:
     arguments = parser.parse_args()
     jobs: dict[tuple[Variant, str], None] = {}
     for arch in arguments.arch.split(","):
-        for fmt, *rest in cases(arguments.quick, arguments.all):
-            jobs |= dict.fromkeys((v, arch) for v in record(arch, parse_format(fmt), *rest))
+        for name, rank, kind, dtype, layer in cases(arguments.quick, arguments.all):
+            variants = record(arch, parse_format(name), rank, kind, dtype, layer)
+            jobs |= dict.fromkeys((v, arch) for v in variants)
     print(f"{len(jobs)} variants", flush=True)
     with ProcessPoolExecutor(arguments.jobs) as pool:
         done = [*track(pool.map(_compile, jobs, chunksize=4), "Compiling", total=len(jobs), console=STDERR)]

@@ -5,13 +5,13 @@ does not; some slots name no expert.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
-from _gpu_rows import Row
-from _gpu_run import Case, Clock
 from torch import Tensor
 
+from benchmarks.gpu.rows import Row
+from benchmarks.gpu.run import Case, Clock
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.expert_table import build
@@ -90,15 +90,14 @@ class Check:
         slab, table = build([(gate, up, down) for gate, up, down in weights])
         expected = reference.experts(x, index, share, slab, table, None, None, i, "silu")
         pack = ops.repack([[self._there(w) for w in row] for row in weights])
-        there = (t.to(self.device) for t in (x, index, share))
-        return ops.experts_gpu(*there, pack, intermediate=i, activation="silu"), expected
+        x, index, share = (t.to(self.device) for t in (x, index, share))
+        return ops.experts_gpu(x, index, share, pack, intermediate=i, activation="silu"), expected
 
     def _weight(self, n: int, k: int) -> PackedWeight:
         return random_weight(n, k, parse_format(self.format), rank=self.rank, device=CPU)
 
     def _there(self, w: PackedWeight) -> PackedWeight:
-        parts = {f.name: getattr(w, f.name) for f in fields(w)}
-        return replace(w, **{name: t.to(self.device) for name, t in parts.items() if isinstance(t, Tensor)})
+        return PackedWeight(shape=w.shape, **{name: t.to(self.device) for name, t in w.tensors().items()})
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

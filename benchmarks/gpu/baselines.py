@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py holds our experts against: the same layer in bf16 by torch's grouped_mm."""
+"""What benchmarks/gpu/measure.py holds our experts against: the same layer in bf16 by torch's grouped_mm."""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 """Does the bound of QuIP#'s Theorem 4.1 hold on real Hessians, and how near to it does BlockLDLQ come?
 
-    python benchmarks/proxy_bound.py ../shared/models/tiny-mixtral-outliers [--layers 0 3 5] [--page docs/results.md]
+    python -m benchmarks.quality.proxy_bound MODEL [--layers 0 3 5] [--page docs/results.md]
 
 For several matrices W [N, K] of a model and the Hessians H [K, K] of their inputs (those that `quality.py
 --calibration` keeps in the work folder, or newly collected ones), rotated and rounded to E8P points by `block_ldlq` at
@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _markdown import table
-from _packed import hessians
-from _script import TRAINING_TEXT, add_model, add_page, add_work, parser, publish
 from torch import Tensor
 
+from benchmarks.lib.markdown import table
+from benchmarks.lib.packed import hessians
+from benchmarks.lib.script import TRAINING_TEXT, add_model, add_page, add_work, parser, publish
 from trilobite.checkpoint.roles import identify, read_matrix
 from trilobite.checkpoint.source import open_source
 from trilobite.formats.incoherence import Spin, draw_signs, read_signs

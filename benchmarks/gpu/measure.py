@@ -1,6 +1,6 @@
 """How close do the GPU kernels come to what this GPU can do?
 
-    python benchmarks/gpu.py [--quick] [--only experts,model] [--minutes 8] [--markdown docs/gpu.md]
+    python -m benchmarks.gpu.measure [--quick] [--only experts,model] [--minutes 8] [--markdown docs/gpu.md]
 
 Unattended, on a GPU with 80 GB; the whole model is left out where memory does not suffice. The limits come first:
 bandwidth of a large copy (bytes read and written), and a large bf16 product. Then all kernels that the cases need are
@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_cases import (
+
+from benchmarks.gpu.cases import (
     MILO,
     Experts,
     Linear,
@@ -40,12 +41,11 @@ from _gpu_cases import (
     int3_cases,
     lattice_cases,
 )
-from _gpu_check import check_cases
-from _gpu_rows import cells, finite
-from _gpu_run import Case, Run, compile_ahead
-from _markdown import insert, markers, table
-from _script import parser
-
+from benchmarks.gpu.check import check_cases
+from benchmarks.gpu.rows import cells, finite
+from benchmarks.gpu.run import Case, Run, compile_ahead
+from benchmarks.lib.markdown import insert, markers, table
+from benchmarks.lib.script import parser
 from trilobite.measure.gpu import copy_bandwidth, matmul_peak
 from trilobite.measure.shapes import DEEPSEEK, MIXTRAL
 
@@ -181,7 +181,9 @@ def _go_on(arguments: argparse.Namespace, rest: list[str], minutes: float, found
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(finite(found)))
         file.flush()
-        subprocess.run([sys.executable, __file__, *options, "--begun", file.name], check=False)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu.measure", *options, "--begun", file.name], check=False
+        )
 
 
 def _compile_ahead(names: list[str], setup: Setup) -> float:
@@ -204,7 +206,7 @@ def main() -> None:
     arguments = parse_arguments()
     if not torch.cuda.is_available():
         sys.exit(
-            "error: no CUDA device; this script measures one (tests/test_gpu_benchmark.py runs its parts on the CPU)"
+            "error: no CUDA device; this script measures one (tests/benchmarks/ runs its parts on the CPU)"
         )
     failed = measure(arguments, torch.device("cuda"))
     if failed:

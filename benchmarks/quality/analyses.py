@@ -1,6 +1,6 @@
 """MiLo's analyses (arXiv:2504.02658) on our models: tables, and plots in docs/figures/.
 
-    python benchmarks/analyses.py [--only table2 figure10 table5 table7 figure11] [--tokens 65536]
+    python -m benchmarks.quality.analyses [--only table2 figure10 table5 table7 figure11] [--tokens 65536]
 
 table2    kurtosis and rank of the quantization residual by role, and (Figure 5) kurtosis against error
 figure10  the error of eq. 14 over the iterations, for attention and expert matrices
@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from _markdown import insert, table
-from _packed import Packed, frequencies, pack
-from _rank_recipes import INT3, compensated, compensator_bytes, equal_memory, once
-from _scoring import Bench, open_bench
-from _script import SHARED, add_page, add_text, add_work, parser
 
+from benchmarks.lib.markdown import insert, table
+from benchmarks.lib.packed import Packed, frequencies, pack
+from benchmarks.lib.rank_recipes import INT3, compensated, compensator_bytes, equal_memory, once
+from benchmarks.lib.scoring import Bench, open_bench
+from benchmarks.lib.script import SHARED, add_page, add_text, add_work, parser
 from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.evaluate.perplexity import Score
@@ -36,7 +36,7 @@ from trilobite.quantize.methods.milo import Compensation, milo
 from trilobite.quantize.plan.statistics import kurtosis, residual_rank
 from trilobite.recipe import Recipe, Role
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs/figures"
 TAU = 0.5
 TITLES = {

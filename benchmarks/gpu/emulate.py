@@ -1,10 +1,10 @@
 """Run the compiled GPU kernels without a GPU, against the reference: their PTX in an emulator (`ptx`).
 
-    python benchmarks/gpu_emulate.py [--arch 80,90] [--quick] [--tokens 1,12,40] [--jobs 2] [--markdown docs/gpu.md]
+    python -m benchmarks.gpu.emulate [--arch 80,90] [--quick] [--tokens 1,12,40] [--jobs 2] [--markdown docs/gpu.md]
 
-The cases are those of the `check` of benchmarks/gpu.py, on small layers. Each launch is compiled for the architecture
-and run block by block; errors are against the reference, on bf16 activations. A race, an address out of bounds or a
-wrong result fails its case, is named, and exit status is 1. The last line is JSON.
+The cases are those of the `check` of benchmarks/gpu/measure.py, on small layers. Each launch is compiled for the
+architecture and run block by block; errors are against the reference, on bf16 activations. A race, an address out of
+bounds or a wrong result fails its case, is named, and exit status is 1. The last line is JSON.
 """
 
 import argparse
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-import _ahead
 import torch
-from _gpu_check import COLUMNS, FORMATS, LIMITS, Check, relative_error
-from _markdown import insert, table
-from ptx.emulator import Emulator
-from ptx.memory import EmulationError
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.gpu import ahead as ahead
+from benchmarks.gpu.check import COLUMNS, FORMATS, LIMITS, Check, relative_error
+from benchmarks.lib.markdown import insert, table
+from tools.ptx.emulator import Emulator
+from tools.ptx.memory import EmulationError
 from trilobite.kernels.gpu.launch import recording
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def cases(quick: bool, tokens: tuple[int, ...]) -> list[Case]:
 
 
 def emulate(case: Case) -> Outcome:
-    """Run a case on the emulator, in a process that compiles (`_ahead.pretend`)."""
+    """Run a case on the emulator, in a process that compiles (`ahead.pretend`)."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     emulator, error, failure = Emulator(), float("nan"), ""
@@ -112,14 +112,14 @@ def main() -> None:
     parser.add_argument("--arch", default="80,90")
     parser.add_argument("--quick", action="store_true", help="two formats, one width")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--jobs", type=int, default=_ahead.cores())
+    parser.add_argument("--jobs", type=int, default=ahead.cores())
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     wanted = cases(arguments.quick, tuple(map(int, arguments.tokens.split(","))))
     done: dict[tuple[str, Case], Outcome] = {}
     for arch in arguments.arch.split(","):
         with ProcessPoolExecutor(
-            arguments.jobs, get_context("spawn"), _ahead.pretend, (int(arch),)
+            arguments.jobs, get_context("spawn"), ahead.pretend, (int(arch),)
         ) as workers:
             outcomes = track(
                 workers.map(emulate, wanted), f"Emulating sm_{arch}", total=len(wanted), console=STDERR

@@ -1,6 +1,6 @@
 """Is a run that was killed at random moments byte-identical to an undisturbed one?
 
-    python benchmarks/kill9.py ../shared/models/tiny-mixtral --recipe milo-s1 --kills 20
+    python -m tools.kill9 ../shared/models/tiny-mixtral --recipe milo-s1 --kills 20
 
 Compresses once undisturbed, then again and again killed with SIGKILL, continuing each time. The moment is
 drawn from the time between the first file and the end of the undisturbed run, so that kills hit the work and
@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _script import parser
+from benchmarks.lib.script import parser
 
 
 def digests(path: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A whole Mixtral of random packed weights, and the time of its decoding steps: for benchmarks/gpu.py."""
+"""A whole Mixtral of random packed weights, and the time of its decoding steps: for benchmarks/gpu/measure.py."""
 
 import statistics
 import time
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _ahead import reason
 from torch import Tensor, nn
 
+from benchmarks.gpu.ahead import reason
 from trilobite.measure.gpu import FAILURES, captured, interval, random_weight
 from trilobite.recipe import Format
 from trilobite.runtime.modules.experts import PackedExperts

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _script import TRAINING_TEXT
 
+from benchmarks.lib.script import TRAINING_TEXT
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import open_source
 from trilobite.errors import DestinationError
@@ -54,7 +54,7 @@ def hessians(model: Path, work: Path, calibration: Calibration) -> tuple[Calibra
     started = time.monotonic()
     calibrator = Calibrator(source, replace(calibration, propagate="original", save=folder))
     assert calibrator.store is not None
-    if any(line.matrix.name not in calibrator.store for line in lines):
+    if calibrator.store.missing([line.matrix.name for line in lines]):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         calibrator.build(source, identify(source), torch.device("cpu"))

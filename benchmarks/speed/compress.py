@@ -1,6 +1,6 @@
 """How fast is compression on this machine, how long would large models take, how much memory does it hold?
 
-    python benchmarks/compress.py [--quick] [--rss]
+    python -m benchmarks.speed.compress [--quick] [--rss]
 
 Prints the limit first: the memory bandwidth of this run. Then megaweights per second of each method on real
 shapes, run as the compress loop does: one torch thread for each matrix, as many matrices at a time as cores.
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _markdown import table
-from _script import add_output, add_page, parser, publish
-from _synthetic import heavy_tailed, write_mixtral
 from torch import Tensor
 
+from benchmarks.lib.markdown import table
+from benchmarks.lib.script import add_output, add_page, parser, publish
+from benchmarks.lib.synthetic import heavy_tailed, write_mixtral
 from trilobite.quantize.methods.bands import quantize
 from trilobite.quantize.methods.milo import Compensation, milo
 from trilobite.recipe import Format

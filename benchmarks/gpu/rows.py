@@ -1,4 +1,4 @@
-"""Rows of benchmarks/gpu.py's tables: what is in one, and how it is printed."""
+"""Rows of benchmarks/gpu/measure.py's tables: what is in one, and how it is printed."""
 
 import math
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """What does each codebook lose on a Gaussian source? Mean squared error per weight, next to the bound of Shannon.
 
-    python benchmarks/codebooks.py [--vectors 200000] [--page docs/results.md]
+    python -m benchmarks.quality.codebooks [--vectors 200000] [--page docs/results.md]
 
 Incoherence processing makes weights look like such a source, so this is QuIP#'s Figure 3 for what is built here. For
 every lattice format: the error at the scale of formats/lattice.py, at the best scale of a sweep, and for comparison
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from _markdown import table
-from _script import add_page, parser, publish
 from torch import Tensor
 
+from benchmarks.lib.markdown import table
+from benchmarks.lib.script import add_page, parser, publish
 from trilobite.formats.lattice import DIM, RHO, nearest
 from trilobite.quantize.methods.bands import quantize_measured
 from trilobite.recipe import Format, LatticeFormat, parse_format

@@ -1,6 +1,6 @@
 """Why can QuIP# have less proxy loss than GPTQ and yet more KL divergence? The loss row by row.
 
-    python benchmarks/row_loss.py ../shared/models/tiny-mixtral-outliers [--tokens 4096] [--page docs/results.md]
+    python -m benchmarks.quality.row_loss ../shared/models/tiny-mixtral-outliers [--tokens 4096] [--page docs/results.md]
 
 Takes what `quality.py --calibration` left in the work folder. With E = W - W_q, for attention and expert 1 the mean
 over layers of
@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _markdown import table
-from _scoring import build, decoded, open_bench
-from _script import add_model, add_page, add_text, add_work, parser, publish
 from torch import Tensor
 
-from trilobite.checkpoint.roles import Matrix, Role, identify, read_matrix
+from benchmarks.lib.markdown import table
+from benchmarks.lib.scoring import build, decoded, open_bench
+from benchmarks.lib.script import add_model, add_page, add_text, add_work, parser, publish
+from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import open_source
 from trilobite.evaluate.perplexity import score
 from trilobite.quantize.calibrate.store import HessianStore
+from trilobite.recipe import Role
 from trilobite.runtime.load import load
 
 METHODS = ("gptq2", "quip2")

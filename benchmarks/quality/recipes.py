@@ -1,7 +1,7 @@
 """What does each recipe cost a model? Bytes, bits per weight, perplexity, KL divergence, agreement, seconds.
 
-    python benchmarks/quality.py ../shared/models/tiny-mixtral-outliers [--tokens 8192] [-o FILE.md]
-    python benchmarks/quality.py ../shared/models/tiny-mixtral-outliers --calibration ../shared/data/train/wikipedia.txt
+    python -m benchmarks.quality.recipes MODEL [--tokens 8192] [-o FILE.md]
+    python -m benchmarks.quality.recipes MODEL --calibration ../shared/data/train/wikipedia.txt
 
 Compresses the model with every recipe of `data_free()` into the work folder (finished ones are used again,
 `--fresh` makes all anew), then measures all of them in one pass over the text, so that the original runs once
@@ -19,12 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _markdown import table
-from _packed import Packed, bytes_on_disk, frequencies, hessians, pack, parameters
-from _recipes import BEHIND, HEAD16, calibrated, data_free
-from _scoring import open_bench
-from _script import add_model, add_output, add_page, add_text, add_work, parser, publish
-
+from benchmarks.lib.markdown import table
+from benchmarks.lib.packed import Packed, bytes_on_disk, frequencies, hessians, pack, parameters
+from benchmarks.lib.recipes import BEHIND, HEAD16, calibrated, data_free
+from benchmarks.lib.scoring import open_bench
+from benchmarks.lib.script import add_model, add_output, add_page, add_text, add_work, parser, publish
 from trilobite.evaluate.perplexity import REFERENCE, Score
 from trilobite.quantize.calibrate.windows import SAMPLES, Calibration
 

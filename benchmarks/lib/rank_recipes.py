@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from _recipes import slug
-
+from benchmarks.lib.recipes import slug
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import open_source
 from trilobite.quantize.plan.plan import Plan

@@ -1,6 +1,6 @@
 """How close does the CPU engine come to what this machine can do?
 
-    python benchmarks/cpu.py [--quick] [--only experts,tokens,lattice,model,step,overhead,int8]
+    python -m benchmarks.speed.cpu [--quick] [--only experts,tokens,lattice,model,step,overhead,int8]
                              [--markdown docs/performance.md]
 
 Every figure stands beside the limit measured in the same moment: the rate at which the same threads read the same
@@ -23,16 +23,17 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from _layers import DEEPSEEK, MIXTRAL, Layer, make_lattice_layer, make_layer, routing
-from _markdown import insert, table
-from _script import SHARED, TEXT
-from _whole_models import clock_modules, packed_models, step_bytes
 from torch import Tensor
 
+from benchmarks.lib.layers import DEEPSEEK, MIXTRAL, make_lattice_layer, make_layer, routing
+from benchmarks.lib.markdown import insert, table
+from benchmarks.lib.script import SHARED, TEXT
+from benchmarks.lib.whole_models import clock_modules, packed_models, step_bytes
 from trilobite.evaluate.perplexity import score, tokenize_file
 from trilobite.formats.incoherence import draw_signs
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
+from trilobite.measure.shapes import Layer
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import Format, LatticeFormat, load_recipe
 from trilobite.runtime.load import load, load_tokenizer

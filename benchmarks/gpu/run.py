@@ -1,4 +1,4 @@
-"""Measure the cases of benchmarks/gpu.py unattended: within so many minutes, and whatever fails."""
+"""Measure the cases of benchmarks/gpu/measure.py unattended: within so many minutes, and whatever fails."""
 
 import gc
 import math
@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ahead import Wanted, compile_all, cores, noting, reason
-from _gpu_rows import Row, cells
 
+from benchmarks.gpu.ahead import Wanted, compile_all, cores, noting, reason
+from benchmarks.gpu.rows import Row, cells
 from trilobite.measure.gpu import seconds
 
 Calls = Sequence[Callable[[], object]]

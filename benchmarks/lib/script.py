@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from _markdown import insert
+from benchmarks.lib.markdown import insert
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = Path(__file__).resolve().parents[3] / "shared"
 TEXT = SHARED / "data/eval/wikitext-2/wiki.test.detok.txt"
 TRAINING_TEXT = SHARED / "data/train/wikipedia.txt"
 WORK = Path(tempfile.gettempdir()) / "trilobite-bench"

@@ -1,0 +1,1 @@
+"""The GPU kernels: measured on a GPU; compiled and emulated without one."""

@@ -1,0 +1,1 @@
+"""What compression costs a model."""

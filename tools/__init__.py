@@ -1,0 +1,1 @@
+"""Instruments for developers, which no user needs."""
