@@ -279,8 +279,8 @@ def main() -> None:
     read = steps * args.batch * args.context
     size = sum(file.stat().st_size for file in args.out.iterdir()) / 1e6
     print(f"trained on {read:,} tokens in {seconds:,.0f} s; wrote {args.out} ({size:.1f} MB)")
-    loss = math.log(heldout_perplexity)
-    print(f"held-out text: {len(ids):,} tokens, loss {loss:.4f}, perplexity {heldout_perplexity:.2f}")
+    nats = math.log(heldout_perplexity)
+    print(f"held-out text: {len(ids):,} tokens, loss {nats:.4f}, perplexity {heldout_perplexity:.2f}")
 
 
 if __name__ == "__main__":
