@@ -203,8 +203,13 @@ class PackedWriter:
         self._pending.clear()
         self._committed = time.monotonic()
 
-    def finish(self, *, config: Mapping[str, Any], report: str, companions: Sequence[Path]) -> None:
-        """All units are written: add index, report, tokenizer files and config, and move the files to their names."""
+    def finish(
+        self, *, config: Mapping[str, Any], notes: Mapping[str, str], companions: Sequence[Path]
+    ) -> None:
+        """All units are written: add index, notes, tokenizer files and config, and move the files to their names.
+
+        notes: texts by file name, `trilobite.json` among them
+        """
         missing = [u.name for s in self._shards for u in s.units if u.name not in self.done]
         assert not missing, f"{len(missing)} units are missing, first {missing[0]}"
         self.commit()
@@ -215,7 +220,8 @@ class PackedWriter:
                 if (self.work / shard.name).exists():
                     os.replace(self.work / shard.name, self.dst / shard.name)
             self._add("model.safetensors.index.json", _json(self._index()))
-            self._add(REPORT, report.encode())
+            for name, text in notes.items():
+                self._add(name, text.encode())
             self._add("config.json", _json(config))
             shutil.rmtree(self.work)
 

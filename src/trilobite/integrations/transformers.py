@@ -6,23 +6,28 @@ while it loads.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from trilobite.checkpoint.packed import FORMAT_VERSION, check_version
+from trilobite.checkpoint.guard import CARD, lift, model_card
+from trilobite.checkpoint.packed import FORMAT_VERSION, REPORT, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CheckpointError, RecipeError
+from trilobite.integrations.saving import notes_of, save_packed
 from trilobite.models.names import memory_names
 from trilobite.quantize.plan.plan import Plan, PlanLine
 from trilobite.quantize.run.compress import prepare
+from trilobite.quantize.run.identity import run_identity
+from trilobite.quantize.run.metadata import packed_report
 from trilobite.quantize.run.one_line import quantize_line
 from trilobite.quantize.threads import single_threaded_torch
 from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
@@ -39,7 +44,8 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """quantization_config of a packed checkpoint, or the wish to quantize on load.
 
     recipe: a preset's name, a YAML file, or a recipe as a mapping    format_version: of the packed checkpoint
-    tensors: dtypes and shapes by name, set by `trilobite.load`, which has no checkpoint files to look them up in
+    tensors: dtypes and shapes by name, and folder, where they are, are set by `trilobite.load`: it has no checkpoint
+    files to look them up in
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         recipe: str | dict[str, Any] = "milo-s1",
         format_version: int = FORMAT_VERSION,
         tensors: Tensors | None = None,
+        folder: str | None = None,
         **ignored: Any,
     ) -> None:
         """ignored: keys that a later release of the same format version may add."""
@@ -54,6 +61,7 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.recipe = recipe
         self.format_version = format_version
         self.tensors = tensors
+        self.folder = folder
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json stores."""
@@ -71,10 +79,18 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.lines: dict[str, list[tuple[str, PlanLine]]] = {}
         self.plan: Plan | None = None
+        self.records: dict[str, dict[str, Any]] = {}
+        self.source: Source | None = None
+        self.notes: dict[str, str] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a format version that this release does not read."""
         check_version(self.quantization_config.format_version, "quantization_config in config.json")
+
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """The first hook that sees the configuration: the weights have found who reads them."""
+        lift(config)
+        return config
 
     @property
     def is_trainable(self) -> bool:
@@ -90,17 +106,25 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         """save_pretrained writes the packed tensors under the names they were loaded from."""
         return True
 
+    def remove_quantization_config(self, model: PreTrainedModel) -> None:
+        """The model is an ordinary one from now on, and is saved as one."""
+        super().remove_quantization_config(model)
+        del model.save_pretrained
+
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         translate = memory_names(model)
-        known = self.quantization_config.tensors
-        self.quantization_config.tensors = None
+        known, folder = self.quantization_config.tensors, self.quantization_config.folder
+        self.quantization_config.tensors = self.quantization_config.folder = None
         if known is None:
             if not checkpoint_files:
                 raise CheckpointError("no checkpoint files to load; expected a folder with safetensors files")
-            source = open_source(str(Path(checkpoint_files[0]).parent))
-            known = self._stored(source)
+            folder = str(Path(checkpoint_files[0]).parent)
+            self.source = open_source(folder)
+            known = self._stored(self.source)
+        if self.pre_quantized and folder is not None:
+            self.notes = notes_of(Path(folder))
         swap_modules(model, group_parts({translate(name): t for name, t in on_meta(known).items()}))
         if not self.pre_quantized:
             self._expect_originals(model, translate)
@@ -149,8 +173,22 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         finish(model)
+        if self.plan is not None:
+            self.notes = self._describe(self.plan)
+        model.save_pretrained = partial(save_packed, model, self.notes)
         # What save_pretrained reverses: the renamings, not the converters that stacked 16-bit experts.
         model._weight_conversions = get_model_conversion_mapping(model, None, self, add_legacy=False)
+
+    def _describe(self, plan: Plan) -> dict[str, str]:
+        """The report and the card of what was quantized while it loaded."""
+        assert self.source is not None
+        name, recipe = self.source.path.name, plan.recipe
+        identity = run_identity(self.source, recipe, torch.device("cpu"), frequency=None, calibration=None)
+        done = {line.matrix.name: self.records.get(line.matrix.name, {}) for line in plan.lines}
+        return {
+            REPORT: packed_report(name, plan, identity, done, {}),
+            CARD: model_card(name, recipe.name),
+        }
 
 
 class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]
@@ -186,7 +224,8 @@ class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]
             else:
                 part = w
             with single_threaded_torch():
-                packed, _ = quantize_line(part, line, self.quantizer.plan.recipe)
+                packed, record = quantize_line(part, line, self.quantizer.plan.recipe)
+            self.quantizer.records[line.matrix.name] = record
             target.replace(packed)
             loaded |= {".".join(filter(None, (path, child, f"weight_{s}"))) for s in packed.tensors()}
         module.register_parameter(name, None)

@@ -43,7 +43,7 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
         if method == "trilobite":
             check_version(quantization.get("format_version"), str(source.path))
             known = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-            config.quantization_config = {**quantization, "tensors": known}
+            config.quantization_config = {**quantization, "tensors": known, "folder": str(source.path)}
     with _no_progress_bar():
         model, found = _model_class(config, source).from_pretrained(
             None,

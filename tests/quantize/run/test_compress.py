@@ -21,6 +21,7 @@ from support.paths import SRC
 from support.runs import PlugPulled, digests, looks_complete
 
 from trilobite.checkpoint import packed as packed_module
+from trilobite.checkpoint.guard import CARD, FIELD
 from trilobite.checkpoint.layout import StoredTensor, Unit
 from trilobite.checkpoint.packed import PARTIAL, REPORT, PackedWriter, read_report
 from trilobite.checkpoint.roles import read_matrix
@@ -132,10 +133,12 @@ def test_what_is_in_the_folder(finished: Path, mixtral: Path) -> None:
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
         REPORT,
+        CARD,
     }
     config = json.loads((finished / "config.json").read_text())
     original = json.loads((mixtral / "config.json").read_text())
     assert config.pop("quantization_config")["quant_method"] == "trilobite"
+    assert "import trilobite" in config.pop(FIELD)
     assert config == original
     report = read_report(finished)
     assert [row["name"] for row in report["tensors"]] == [
@@ -504,7 +507,7 @@ def test_pieces_of_a_write_are_put_together(tmp_path: Path, monkeypatch: pytest.
     data = torch.arange(63, dtype=torch.uint8).view(7, 9)
     with PackedWriter(tmp_path / "dst", [unit], {}) as writer:
         writer.write(unit, [data], {})
-        writer.finish(config={}, report="{}", companions=[])
+        writer.finish(config={}, notes={}, companions=[])
     assert torch.equal(tensors_of(tmp_path / "dst")["a_packed"], data)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trilobite.checkpoint.guard import CARD, model_card
 from trilobite.checkpoint.layout import Unit
-from trilobite.checkpoint.packed import PARTIAL, PackedWriter
+from trilobite.checkpoint.packed import PARTIAL, REPORT, PackedWriter
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.quantize.calibrate.windows import Calibration
@@ -114,7 +115,9 @@ def compress(
         name = Path(src).name if Path(src).exists() else src
         report = packed_report(name, plan, identity, writer.done, tuned.records)
         writer.finish(
-            config=packed_config(source, recipe.name), report=report, companions=source.companions()
+            config=packed_config(source, recipe.name),
+            notes={REPORT: report, CARD: model_card(name, recipe.name)},
+            companions=source.companions(),
         )
     return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=fresh)
 

@@ -3,20 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trilobite.checkpoint.guard import guarded
 from trilobite.checkpoint.packed import FORMAT_VERSION
 from trilobite.checkpoint.source import Source
 from trilobite.quantize.plan.plan import Plan, describe, tensors_json
 
 
 def packed_config(source: Source, recipe: str) -> dict[str, Any]:
-    """config.json of the packed checkpoint: the original's, with our quantization_config in place of any other."""
+    """config.json of the packed checkpoint: the original's, quantization_config replaced by ours, and the guard."""
     config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
     config["quantization_config"] = {
         "quant_method": "trilobite",
         "format_version": FORMAT_VERSION,
         "recipe": recipe,
     }
-    return config
+    return guarded(config)
 
 
 def packed_report(
