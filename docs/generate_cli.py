@@ -13,9 +13,9 @@ HEAD = """# Command line
 
 Written by `python docs/generate_cli.py` from `trilobite COMMAND --help`; a test fails when it is out of date.
 
-Exit status: 0; 1 after an error, which is one line on standard error; 2 for wrong usage; 130 after Ctrl-C.
-Results go to standard output; progress, notes and speeds to standard error. `--json` prints one JSON object
-instead of tables.
+Exit status: 0; 1 after an error, which is one line on standard error; 2 for wrong usage; 130 after Ctrl-C
+and 143 after SIGTERM, with one line too. Results go to standard output; progress, notes and speeds to standard
+error. `--json` prints one JSON object instead of tables.
 """
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trilobite.models.deepseek import register
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.modules.experts import PackedExperts
@@ -20,7 +19,6 @@ from trilobite.runtime.modules.linear import PackedLinear
 
 def _config(name: str) -> tuple[Any, str]:
     """Configuration and title of a model with the layers of a large one."""
-    register()
     if name == "mixtral":
         config = AutoConfig.for_model("mixtral", num_hidden_layers=2, vocab_size=32000)
         return config, "Mixtral-8x7B shape, 2 layers"

@@ -1,40 +1,43 @@
 """Makes Mixture-of-Experts language models small enough for the machine you have, and runs them there.
 
-Importing this package registers the quantizer and the model classes that transformers lacks, so that
-`AutoModelForCausalLM.from_pretrained("mixtral-3bit")` works. That costs the import of transformers
-(seconds). The `trilobite` command registers when it loads a model: `--help` must not wait for torch.
+Importing this package costs next to nothing: the names below are looked up when they are first used. The quantizer and
+the model classes that transformers lacks are registered as soon as transformers is imported, before or after this
+package, so that `AutoModelForCausalLM.from_pretrained("mixtral-3bit")` works.
 """
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from trilobite.errors import TrilobiteError
-from trilobite.recipe import load_recipe
+from trilobite.integrations.register import register_with_transformers
 
+TYPE_CHECKING = False  # typing takes long to import, and the command answers no signal before
 if TYPE_CHECKING:
-    from trilobite.integrations.transformers import TrilobiteConfig
+    from typing import Any
+
+    from trilobite.errors import TrilobiteError
+    from trilobite.integrations.config import TrilobiteConfig
     from trilobite.quantize.run.compress import compress
+    from trilobite.recipe import load_recipe
     from trilobite.runtime.load import load
 
 __version__ = "0.1.0"
 __all__ = ["TrilobiteConfig", "TrilobiteError", "__version__", "compress", "load", "load_recipe"]
 
+_HOMES = {
+    "TrilobiteConfig": "trilobite.integrations.config",
+    "TrilobiteError": "trilobite.errors",
+    "compress": "trilobite.quantize.run.compress",
+    "load": "trilobite.runtime.load",
+    "load_recipe": "trilobite.recipe",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """The public names that need torch and transformers, looked up when they are first used."""
-    if name == "compress":
-        from trilobite.quantize.run.compress import compress
+    """The public names, looked up when they are first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return compress
-    if name == "TrilobiteConfig":
-        return _register()
-    if name == "load":
-        _register()
-        from trilobite.runtime.load import load
-
-        return load
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
@@ -42,20 +45,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _register() -> "type[TrilobiteConfig]":
-    """Make transformers know our quantizer and models; does nothing the second time."""
-    from trilobite.integrations.transformers import TrilobiteConfig
-    from trilobite.models import deepseek
-
-    deepseek.register()
-    return TrilobiteConfig
-
-
-def _is_command() -> bool:
-    """Whether this process is the `trilobite` command (its script, or `python -m trilobite`)."""
-    program = Path((getattr(sys, "argv", None) or [""])[0]).stem
-    return program == "trilobite" or sys.orig_argv[1:3] == ["-m", "trilobite"]
-
-
-if not _is_command():
-    _register()
+register_with_transformers()

@@ -1,5 +1,15 @@
-"""`python -m trilobite` is the `trilobite` command."""
+"""The `trilobite` command, and `python -m trilobite`."""
 
-from trilobite.cli import main
+from trilobite.signals import answer_signals
 
-main()
+
+def main() -> None:
+    """Answer signals before anything slow is imported, then run the command line."""
+    answer_signals()
+    from trilobite.cli import main as command
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -18,9 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trilobite.models.deepseek import register
-
-register()
+import trilobite  # noqa: F401 - makes transformers know `deepseek`
 
 VOCAB, HIDDEN, INTERMEDIATE, EXPERTS = 256, 64, 96, 4
 

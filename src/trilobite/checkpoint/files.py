@@ -3,9 +3,11 @@
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from trilobite.errors import DestinationError
 
@@ -20,8 +22,15 @@ def write_at(handle: int, data: memoryview, at: int) -> None:
 def write_whole(path: Path, data: bytes, *, aside: Path | None = None) -> None:
     """Write a small file so that it is either the old one or whole, after a power failure too.
 
+    A link stays, and what it names is written. Devices, pipes and the standard streams are written into.
     aside: a folder of the same disk for what a kill leaves behind, default that of the file
     """
+    if stream := _stream(path):
+        with stream:
+            stream.write(data)
+        return
+    if path.is_symlink():
+        path, aside = path.resolve(), None
     temporary = (aside or path.parent) / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
         with temporary.open("xb") as file:
@@ -31,6 +40,18 @@ def write_whole(path: Path, data: bytes, *, aside: Path | None = None) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _stream(path: Path) -> IO[bytes] | None:
+    """What cannot be replaced: no regular file, or the one that is standard output or standard error already."""
+    if not path.exists():
+        return None
+    found = path.stat()
+    for number in (1, 2):
+        with suppress(OSError):  # closed
+            if os.path.samestat(found, os.fstat(number)):
+                return os.fdopen(os.dup(number), "wb")
+    return None if stat.S_ISREG(found.st_mode) else path.open("wb")
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """The command line: parse -> one call -> print. One module for each group of commands; no logic here."""
 
 import os
-import sys
+from typing import Annotated
 
 import typer
 
 from trilobite.cli import bench, compress, evaluate, inspect, run
-from trilobite.cli.console import INTERRUPTED, note, stop
+from trilobite.cli.streams import fail, standard_streams
 from trilobite.errors import TrilobiteError
 
 app = typer.Typer(
@@ -35,25 +35,37 @@ for command in (
     app.command({"evaluate": "eval"}.get(command.__name__))(command)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        inspect.version()
+        raise typer.Exit()
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The options of `trilobite` itself."""
+
+
 def main() -> None:
-    """The `trilobite` command. Exit status: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run the command line of this process. Exit status: 0, 1 after an error, 2 for wrong usage.
+
+    Signals end it with 130 (Ctrl-C) or 143 (SIGTERM): `trilobite.signals`.
+    """
     # torch's idle threads spin for milliseconds by default, on the cores where the CPU engine wants to go on.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        status = app()
+        with standard_streams():
+            app()
     except TrilobiteError as e:
-        note(f"error: {' '.join(str(e).split())}")
-        sys.exit(1)
+        fail(str(e))
     except OSError as e:
         if e.errno is None:  # not the operating system's: a bug
             raise
         where = f"{e.filename}: " if e.filename else ""
-        note(
-            f"error: {where}{e.strerror}; check the path, its permissions and free space, and run the command again"
+        fail(
+            f"{where}{e.strerror}; check the path, its permissions and free space, and run the command again"
         )
-        sys.exit(1)
-    except SystemExit as e:
-        if e.code == INTERRUPTED:
-            stop("interrupted")
-        raise
-    sys.exit(status)

@@ -17,7 +17,6 @@ from trilobite.cli.console import (
     print_table,
     quiet,
     size,
-    stop,
 )
 from trilobite.cli.options import (
     CalibrationMemoryOption,
@@ -46,6 +45,7 @@ from trilobite.cli.options import (
     frequencies,
     usable_device,
 )
+from trilobite.signals import tell_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,23 +113,21 @@ def compress(
         finetune=finetune,
     )
     with quiet() if ground else nullcontext(), Progress() as bars:
-        progress = CompressProgress(bars)
-        try:
-            from trilobite.checkpoint.source import open_source
-            from trilobite.quantize.run.compress import compress as run
+        from trilobite.checkpoint.source import open_source
+        from trilobite.quantize.run.compress import compress as run
 
-            result = run(
-                src if revision is None else str(open_source(src, revision=revision).path),
-                dst,
-                chosen,
-                frequency=frequencies(stats),
-                keep_unmatched=keep_unmatched,
-                calibration=ground,
-                options=progress.options(jobs, usable_device(device)),
-            )
-        except KeyboardInterrupt:
-            bars.__exit__()
-            stop(progress.interrupted())
+        progress = CompressProgress(bars)
+        tell_state(progress.state)
+        result = run(
+            src if revision is None else str(open_source(src, revision=revision).path),
+            dst,
+            chosen,
+            frequency=frequencies(stats),
+            keep_unmatched=keep_unmatched,
+            calibration=ground,
+            options=progress.options(jobs, usable_device(device)),
+        )
+        tell_state(None)
     _print_result(dst, result, json)
 
 

@@ -1,12 +1,11 @@
 """What commands print with: tables on standard output; progress, notes and errors on standard error."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trilobite.quantize.plan.plan import Plan, PlanLine
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 
 WIDTH = 160
 """Of tables when the output is no terminal: nothing is cut off in a log."""
-INTERRUPTED = 130
 NOTE_SECONDS = 30.0
 """How often progress is noted where there is no terminal to draw a bar on."""
 
@@ -22,13 +20,6 @@ NOTE_SECONDS = 30.0
 def note(text: str) -> None:
     """One line on standard error."""
     print(text, file=sys.stderr, flush=True)
-
-
-def stop(message: str) -> NoReturn:
-    """End the process now, as Ctrl-C demands: threads in the middle of a matrix are not waited for."""
-    note(message)
-    sys.stdout.flush()
-    os._exit(INTERRUPTED)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -173,13 +164,11 @@ class CompressProgress:
         more = f"{self.done}/{self.tensors} tensors, {size(self.bytes_done)}/{size(self.bytes)}{self.error}"
         self.progress.show("compress", self.work_done, self.work, more, restart=not fresh)
 
-    def interrupted(self) -> str:
-        """What Ctrl-C says."""
+    def state(self) -> str:
+        """What Ctrl-C says of it."""
         if not self.tensors:
-            return "interrupted: nothing has been written yet; run the same command to begin again"
-        return (
-            f"interrupted: {self.done} of {self.tensors} tensors are done; run the same command to continue"
-        )
+            return "nothing has been written yet; run the same command to begin again"
+        return f"{self.done} of {self.tensors} tensors are done; run the same command to continue"
 
 
 def _work(line: "PlanLine") -> int:

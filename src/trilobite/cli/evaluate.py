@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trilobite.cli.console import Progress, number, print_json, print_table, quiet, size
+from trilobite.cli.console import Progress, number, print_json, print_table, quiet
 from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
 from trilobite.cli.run import ModelArgument
 from trilobite.errors import DestinationError
@@ -169,7 +169,7 @@ def stats(
         print_json({"output": str(output), "tokens": tokens, "layers": layers})
         return
     _print_counts(counts, tokens)
-    print(f"written to {output}, {size(output.stat().st_size)}")
+    print(f"written to {output}")
 
 
 def _print_counts(counts: dict[int, list[int]], tokens: int) -> None:

@@ -1,8 +1,8 @@
 """The plugin by which `from_pretrained` loads, saves and makes packed models.
 
-Importing `trilobite` registers it: `quant_method: trilobite` in a config.json finds `TrilobiteQuantizer`. A packed
-checkpoint loads tensor by tensor; an original one with `quantization_config=TrilobiteConfig("milo-s1")` is quantized
-while it loads.
+`integrations/register.py` makes it known: `quant_method: trilobite` in a config.json finds `TrilobiteQuantizer`. A
+packed checkpoint loads tensor by tensor; an original one with `quantization_config=TrilobiteConfig("milo-s1")` is
+quantized while it loads.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.quantizers import HfQuantizer
 
 from trilobite.checkpoint.guard import CARD, lift, model_card
-from trilobite.checkpoint.packed import FORMAT_VERSION, REPORT, check_version
+from trilobite.checkpoint.packed import REPORT, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CheckpointError, RecipeError
+from trilobite.integrations.config import Tensors, TrilobiteConfig
 from trilobite.integrations.saving import notes_of, save_packed
 from trilobite.models.names import memory_names
 from trilobite.quantize.plan.plan import Plan, PlanLine
@@ -35,40 +35,7 @@ from trilobite.runtime.modules.experts import EXPERT_NAME, PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear, PackedMatrix
 from trilobite.runtime.modules.swap import finish, group_parts, on_meta, swap_modules
 
-METHOD = "trilobite"
-Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
-
-@register_quantization_config(METHOD)
-class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """quantization_config of a packed checkpoint, or the wish to quantize on load.
-
-    recipe: a preset's name, a YAML file, or a recipe as a mapping    format_version: of the packed checkpoint
-    tensors: dtypes and shapes by name, and folder, where they are, are set by `trilobite.load`: it has no checkpoint
-    files to look them up in
-    """
-
-    def __init__(
-        self,
-        recipe: str | dict[str, Any] = "milo-s1",
-        format_version: int = FORMAT_VERSION,
-        tensors: Tensors | None = None,
-        folder: str | None = None,
-        **ignored: Any,
-    ) -> None:
-        """ignored: keys that a later release of the same format version may add."""
-        self.quant_method = METHOD
-        self.recipe = recipe
-        self.format_version = format_version
-        self.tensors = tensors
-        self.folder = folder
-
-    def to_dict(self) -> dict[str, Any]:
-        """What config.json stores."""
-        return {"quant_method": METHOD, "format_version": self.format_version, "recipe": self.recipe}
-
-
-@register_quantizer(METHOD)
 class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
     """Swaps modules before loading and gathers experts after it; quantizes in between when asked to."""
 

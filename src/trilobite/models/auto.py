@@ -12,7 +12,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.errors import ArchitectureError, CheckpointError
-from trilobite.models.deepseek import register
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
@@ -21,7 +20,6 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
     raw: its config.json
     Raises ArchitectureError for a model_type that nobody here knows, CheckpointError for code from elsewhere.
     """
-    register()
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if raw.get("auto_map"):
@@ -60,7 +58,6 @@ def _names(value: Any) -> list[Any]:
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a checkpoint's folder. Raises CheckpointError when there is none, or only as Python code."""
-    register()
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, TypeError) as e:

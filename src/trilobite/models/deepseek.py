@@ -2,7 +2,7 @@
 
 Llama attention and norms; after the first dense layers every MLP is a mixture of fine-grained experts
 plus shared ones (arXiv 2401.06066). The model's own code lives in its repository and runs only with
-trust_remote_code; after `register()` the Auto classes take this one instead, and no downloaded code is
+trust_remote_code; importing this module makes the Auto classes take this one instead, and no downloaded code is
 executed. Experts, loading and saving are those of DeepSeek-V2, so every experts implementation of
 transformers works, and the names on disk stay `model.layers.1.mlp.experts.0.gate_proj.weight`.
 """
@@ -222,3 +222,6 @@ def register() -> None:
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
     # Per-expert tensors on disk, stacked and merged in memory: the same mapping as DeepSeek-V2.
     register_checkpoint_conversion_mapping(MODEL_TYPE, get_checkpoint_conversion_mapping("qwen2_moe"))
+
+
+register()

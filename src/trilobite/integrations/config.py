@@ -1,0 +1,41 @@
+"""The configuration of packed models, which transformers knows from its first moment on (`integrations/register.py`)."""
+
+from typing import Any
+
+import torch
+from transformers.quantizers import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from trilobite.checkpoint.packed import FORMAT_VERSION
+
+METHOD = "trilobite"
+Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@register_quantization_config(METHOD)
+class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """quantization_config of a packed checkpoint, or the wish to quantize on load.
+
+    recipe: a preset's name, a YAML file, or a recipe as a mapping    format_version: of the packed checkpoint
+    tensors: dtypes and shapes by name, and folder, where they are, are set by `trilobite.load`: it has no checkpoint
+    files to look them up in
+    """
+
+    def __init__(
+        self,
+        recipe: str | dict[str, Any] = "milo-s1",
+        format_version: int = FORMAT_VERSION,
+        tensors: Tensors | None = None,
+        folder: str | None = None,
+        **ignored: Any,
+    ) -> None:
+        """ignored: keys that a later release of the same format version may add."""
+        self.quant_method = METHOD
+        self.recipe = recipe
+        self.format_version = format_version
+        self.tensors = tensors
+        self.folder = folder
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json stores."""
+        return {"quant_method": METHOD, "format_version": self.format_version, "recipe": self.recipe}
