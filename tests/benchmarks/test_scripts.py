@@ -1,0 +1,123 @@
+"""Every script of benchmarks/quality and benchmarks/speed runs to its last line of JSON, on tiny inputs."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import build_checkpoint
+from support.calibrating import add_tokenizer, words
+from support.paths import ROOT
+
+from benchmarks.lib import packed
+from benchmarks.quality import analyses, codebooks, proxy_bound, recipes, row_loss
+from benchmarks.speed import calibrated_cost
+from benchmarks.speed import compress as speed_of_compress
+from trilobite.kernels import ops
+
+CONTEXT = 32
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what one script packs is found by the next."""
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build_checkpoint("mixtral", path)
+    add_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "words.txt"
+    path.write_text(words(12 * CONTEXT))
+    monkeypatch.setattr(packed, "TRAINING_TEXT", path)
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the `main` of a script with these arguments; returns the object of its last line."""
+    threads = torch.get_num_threads()
+
+    def call(script: Any, *arguments: object) -> Any:
+        monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
+        script.main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    yield call
+    torch.set_num_threads(threads)
+
+
+def test_recipes_without_data(run: Any, model: Path, text: Path, work: Path) -> None:
+    options = ["--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work]
+    found = run(recipes, model, *options, "--recipes", "rtn3", "search3")
+    assert [row["name"] for row in found["rows"]][-2:] == ["rtn3", "search3"]
+
+
+def test_recipes_with_a_text_and_what_stands_upon_them(run: Any, model: Path, text: Path, work: Path) -> None:
+    """Hessians are collected once, and the scripts that take them find them there."""
+    windows = ["--calibration", text, "--samples", 8, "--context", CONTEXT, "--work", work]
+    few = ["--text", text, "--tokens", 2 * CONTEXT]
+    found = run(recipes, model, *windows, *few, "--recipes", *row_loss.METHODS)
+    assert [row["name"] for row in found["rows"]][-2:] == list(row_loss.METHODS)
+    assert (work / model.name / "hessians").is_dir()
+    assert set(run(row_loss, model, *few, "--context", CONTEXT, "--work", work)["kl"]) == {
+        f"{a} / {b}" for a in row_loss.METHODS for b in row_loss.METHODS
+    }
+
+
+def test_proxy_bound(
+    run: Any, model: Path, text: Path, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    windows = ["--calibration", text, "--samples", 8, "--context", CONTEXT, "--work", work]
+    with pytest.raises(SystemExit):
+        run(proxy_bound, model, *windows, "--layers", 0)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+
+
+def test_analyses(run: Any, text: Path, work: Path) -> None:
+    options = ["--models-folder", ROOT / "examples", "--models", "tiny-moe", "--only", "table2"]
+    found = run(analyses, *options, "--text", text, "--context", CONTEXT, "--work", work)
+    assert set(found["sections"]) == {"table2"}
+
+
+def test_codebooks(run: Any) -> None:
+    assert run(codebooks, "--vectors", 1280)["rows"]
+
+
+def test_speed_of_compression(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed_of_compress, "SHAPES", ((64, 128),))
+    monkeypatch.setattr(
+        speed_of_compress,
+        "MILO_CASES",
+        tuple(replace(c, shape=(64, 128), rank=4) for c in speed_of_compress.MILO_CASES[:1]),
+    )
+    monkeypatch.setattr(speed_of_compress, "implied", lambda found: {})
+    monkeypatch.setattr(speed_of_compress, "implied_table", lambda models: "")
+    assert run(speed_of_compress, "--quick", "--jobs", 1)["speeds"]
+
+
+@pytest.mark.parametrize("number", range(len(calibrated_cost.CASES)))
+def test_calibrated_cost(run: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    cases = [replace(c, n=64, k=128, rows=32, rank=min(c.rank, 4)) for c in calibrated_cost.CASES]
+    monkeypatch.setattr(calibrated_cost, "CASES", cases)
+    assert run(calibrated_cost, "--child", number)["seconds"] > 0
+
+
+@pytest.mark.skipif(not ops.cpu.available(), reason="the native library is not installed")
+def test_speed_of_the_engine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = importlib.import_module("benchmarks.speed.cpu")
+    tiny = replace(cpu.MIXTRAL, name="tiny", hidden=64, intermediate=64)
+    monkeypatch.setattr(cpu, "MIXTRAL", tiny)
+    monkeypatch.setattr(cpu, "DEEPSEEK", tiny)
+    assert run(cpu, "--quick", "--only", "overhead")["overhead"]
