@@ -225,7 +225,7 @@ def dangers(tree: ast.AST) -> list[str]:
                 for n in names
                 if n.split(".")[0] in ("pickle", "cPickle", "dill", "joblib", "shelve", "marshal")
             ]
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and "allow_pickle=False" not in map(ast.unparse, node.keywords):
             called = ast.unparse(node.func)
             if called in ("torch.load", "numpy.load", "np.load", "eval", "exec", "yaml.load", "os.system"):
                 found.append(called)
@@ -245,6 +245,7 @@ def dangers(tree: ast.AST) -> list[str]:
         "import pickle",
         "from pickle import loads",
         "import torch\ntorch.load('x')",
+        "np.load('x', allow_pickle=True)",
         "yaml.load(f)",
         "Auto.from_pretrained(x, trust_remote_code=True)",
     ],

@@ -375,6 +375,23 @@ def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp
     assert sum(ranks) > 0
 
 
+def test_a_trace_of_both_models_feeds_the_cache_simulation(
+    run: Run, original: Path, packed: Path, text: Path, tmp_path: Path
+) -> None:
+    file, picture = tmp_path / "trace.npz", tmp_path / "figure.png"
+    for model in (original, packed):
+        made = run("trace", model, "--text", text, "-o", file, "--context", 64, "--samples", 2, "--json").json
+        assert (made["tokens"], made["active"], made["experts"]) == (128, 2, [4, 4])
+        assert made["guessers"] == ["gate+1", "residual"]
+        shown = run("cache", file, "--json", "--plot", picture).json
+        assert set(shown["hit_ratio"]) == {"lru", "lfu", "lfru", "random", "belady"}
+        assert shown["recall"]["gate+1"]["4"] == 1.0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "belady" in run("cache", file, "--pool", "-n", 20).out
+    assert "not a trace" in run("cache", text).err
+    assert run("trace", packed, "--text", text, "-o", text).status == 1
+
+
 def test_what_is_wrong_is_said_before_the_work(
     run: Run, original: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

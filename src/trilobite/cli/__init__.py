@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trilobite.cli import bench, compress, evaluate, inspect, run
+from trilobite.cli import bench, compress, evaluate, inspect, offload, run
 from trilobite.cli.streams import fail, standard_streams
 from trilobite.errors import TrilobiteError
 
@@ -28,6 +28,8 @@ for command in (
     run.chat,
     evaluate.evaluate,
     evaluate.stats,
+    offload.trace,
+    offload.cache,
     bench.bench,
     inspect.doctor,
     inspect.version,

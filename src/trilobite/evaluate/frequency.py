@@ -7,7 +7,6 @@
 The rank policy `frequency-r` of MiLo (arXiv:2504.02658, section 3.2.4) reads such a file.
 """
 
-import inspect
 import json
 import re
 from collections.abc import Callable
@@ -21,9 +20,7 @@ from transformers import PreTrainedModel
 
 from trilobite.checkpoint.files import write_whole
 from trilobite.errors import DestinationError, EvaluationError
-
-INDEX_NAMES = ("top_k_index", "router_indices")
-"""What `transformers` calls the second argument of an experts module (the latter: gpt-oss)."""
+from trilobite.runtime.routing import INDEX_NAMES, index_of, routes_by_index
 
 
 def expert_frequency(
@@ -60,7 +57,7 @@ def _moe_layers(model: PreTrainedModel) -> dict[int, Any]:
     """Layer number -> its experts module; the number is the first one in the module's path."""
     found: dict[int, Any] = {}
     for path, module in model.named_modules():
-        if not _routes_by_index(module):
+        if not routes_by_index(module):
             continue
         number = re.search(r"\.(\d+)\.", path)
         if number is None or int(number[1]) in found:
@@ -74,18 +71,10 @@ def _moe_layers(model: PreTrainedModel) -> dict[int, Any]:
     return found
 
 
-def _routes_by_index(module: nn.Module) -> bool:
-    if not type(module).__name__.endswith("Experts") or not hasattr(module, "num_experts"):
-        return False
-    parameters = list(inspect.signature(module.forward).parameters)
-    return len(parameters) > 1 and parameters[1] in INDEX_NAMES
-
-
 def _count(counts: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook. counts: [E] int64, added to    top_k_index: [T, A] integers, E = "no expert"."""
-    index: Tensor = args[1] if len(args) > 1 else next(kwargs[name] for name in INDEX_NAMES if name in kwargs)
     experts = len(counts)
-    counts += index.flatten().bincount(minlength=experts)[:experts].cpu()
+    counts += index_of(args, kwargs).flatten().bincount(minlength=experts)[:experts].cpu()
 
 
 def save_frequency(

@@ -1,12 +1,14 @@
-"""What the command line measures on a text file: a model's score, and how often its experts are used."""
+"""What the command line measures on a text file: a model's score, and which experts it uses how often."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trilobite.evaluate.frequency import expert_frequency
 from trilobite.evaluate.perplexity import Score, check_windows, score, tokenize_file, windows
+from trilobite.evaluate.trace import Trace, trace
 
 LOGITS_BYTES = 256 * 2**20
 """A forward pass over a batch of windows makes at most this much of logits, in fp32."""
@@ -55,3 +57,18 @@ def count_experts(
     check_windows(model.name_or_path, model, context, int(ids.max()))
     batch = fitting_batch(model, context)
     return expert_frequency(model, ids, batch=batch, progress=progress), ids.numel()
+
+
+def trace_experts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Path,
+    *,
+    context: int,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> Trace:
+    """Which experts the first `samples` windows of a text use (None = all). Raises EvaluationError."""
+    ids = windows(tokenize_file(tokenizer, text), context)[:samples]
+    check_windows(model.name_or_path, model, context, int(ids.max()))
+    return replace(trace(model, ids, progress=progress), model=model.name_or_path, text=text.name)

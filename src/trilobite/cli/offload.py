@@ -1,0 +1,115 @@
+"""trace, cache: which experts a text uses, and what that says about caches and guesses."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trilobite.cli.console import Progress, number, print_json, print_table, quiet, size
+from trilobite.cli.options import DeviceOption, JsonOption, usable_device
+from trilobite.cli.run import ModelArgument
+from trilobite.errors import DestinationError
+
+
+def trace(
+    model: ModelArgument,
+    text: Annotated[
+        Path, typer.Option("--text", help="A UTF-8 text file to run through the model.", metavar="FILE")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Where to write the trace (npz).", metavar="FILE")
+    ] = Path("trace.npz"),
+    context: Annotated[int, typer.Option(help="Tokens in a window of the text.", min=2, metavar="N")] = 512,
+    samples: Annotated[int | None, typer.Option(help="Only the first N windows.", min=1, metavar="N")] = None,
+    device: DeviceOption = "cpu",
+    json: JsonOption = False,
+) -> None:
+    """Note which experts a text uses, and which ones would have been guessed.
+
+    Layer by layer and token by token, for an original or a packed model. `trilobite cache` reads the file.
+
+    \b
+    Example: trilobite trace mixtral-3bit --text wiki.test.txt --samples 8 -o trace.npz
+    """
+    if not output.absolute().parent.is_dir():
+        raise DestinationError(
+            f"{output}: cannot be written, there is no folder {output.parent}; make it first"
+        )
+    if output.exists() and text.exists() and output.samefile(text):
+        raise DestinationError(f"{output}: is the text itself; choose another file for the trace")
+    from trilobite import load
+    from trilobite.evaluate.measure import trace_experts
+    from trilobite.evaluate.trace import save_trace
+    from trilobite.runtime.load import load_tokenizer
+
+    with quiet(), Progress() as bars:
+        found = trace_experts(
+            load(model, device=usable_device(device)),
+            load_tokenizer(model),
+            text,
+            context=context,
+            samples=samples,
+            progress=bars.step("windows"),
+        )
+    save_trace(output, found)
+    layers, tokens, active = found.experts.shape
+    if json:
+        print_json(
+            {
+                "output": str(output),
+                "layers": found.names,
+                "experts": found.experts_of,
+                "active": active,
+                "tokens": tokens,
+                "guessers": sorted(found.guesses),
+            }
+        )
+        return
+    print(f"{layers} layers of {max(found.experts_of)} experts, {active} of them for each of {tokens} tokens")
+    print(f"written to {output}, {size(output.stat().st_size)}; `trilobite cache {output}` reads it")
+
+
+def cache(
+    path: Annotated[Path, typer.Argument(help="A file made by `trilobite trace`.", metavar="TRACE")],
+    tokens: Annotated[
+        int | None, typer.Option("-n", "--tokens", help="Only the first N tokens.", min=1, metavar="N")
+    ] = None,
+    pool: Annotated[
+        bool, typer.Option("--pool", help="One pool of slots instead of k for each layer.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw both figures into a PNG file.", metavar="FILE")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what a cache of experts would do for a traced text, and how good guesses are.
+
+    Hit ratio against the number k of experts of a layer that fit, by policy (belady knows the future: the bound
+    for all); recall of the needed experts against the number guessed, by guesser (arXiv:2312.17238, figure 2).
+
+    \b
+    Example: trilobite cache trace.npz --plot figure2.png
+    """
+    from trilobite.evaluate.cache_simulation import hit_ratios, recalls
+    from trilobite.evaluate.trace import load_trace
+
+    found = load_trace(path)
+    ratios, recall = hit_ratios(found, tokens=tokens, shared=pool), recalls(found)
+    if plot is not None:
+        from trilobite.evaluate.cache_plot import draw
+
+        draw(plot, ratios, recall, title=f"{Path(found.model).name}, {found.text}")
+    if json:
+        print_json({"model": found.model, "text": found.text, "hit_ratio": ratios, "recall": recall})
+        return
+    what = f"{found.model} on {found.text}"
+    _print("policy, k", ratios, f"hit ratio with k slots a layer{' in one pool' if pool else ''}: {what}")
+    _print("guesser, guesses", recall, "recall of the experts needed")
+    if plot is not None:
+        print(f"drawn into {plot}")
+
+
+def _print(corner: str, rows: dict[str, dict[int, float]], title: str) -> None:
+    columns = sorted({n for row in rows.values() for n in row})
+    table = [(name, *(number(row.get(n), 3) for n in columns)) for name, row in rows.items()]
+    print_table((corner, *map(str, columns)), table, title=title)

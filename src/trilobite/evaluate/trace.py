@@ -1,0 +1,216 @@
+"""Which experts a text uses, layer by layer and token by token, and which ones would have been guessed.
+
+    found = trace(model, windows(tokenize_file(tokenizer, path), 512))
+    save_trace(Path("trace.npz"), found)
+
+Guesses follow arXiv:2312.17238, section 3.2: the routing code of a later layer, applied to the hidden states of
+this one.
+"""
+
+import io
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trilobite.checkpoint.files import write_whole
+from trilobite.errors import DestinationError, EvaluationError
+from trilobite.runtime.routing import Arguments, MoeLayer, index_of, moe_layers
+
+AHEAD = (1, 2, 10)
+"""Layers that the paper's figure 2 looks ahead."""
+RESIDUAL = "residual"
+"""Guesser: the next layer's code on the residual stream that enters it, with its attention left out."""
+KIND = "trilobite expert trace"
+VERSION = 1
+
+
+def gate(ahead: int) -> str:
+    """Guesser: a later layer's routing code on the hidden states that this layer routes."""
+    return f"gate+{ahead}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """experts: [L, T, A] int16, the experts of every token in every MoE layer, -1 = none
+
+    experts_of: [L] how many a layer has    names: of the layers    model, text: what was run on what
+    guesses: guesser -> [L, T, G] int16, the experts it expects in that layer, likeliest first, -1 = no guess
+    """
+
+    experts: np.ndarray
+    experts_of: list[int]
+    names: list[str]
+    model: str = ""
+    text: str = ""
+    guesses: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def trace(
+    model: PreTrainedModel, ids: Tensor, *, progress: Callable[[int, int], None] | None = None
+) -> Trace:
+    """Run a text through a model, window by window, and note its routing.
+
+    ids: [W, context] int64    progress: called with (windows done, windows in all)
+    Raises EvaluationError for a model without MoE layers, and for encoder-decoders.
+    """
+    layers = moe_layers(model)
+    if not layers or model.config.is_encoder_decoder:
+        raise EvaluationError(
+            f"{type(model).__name__}: a trace needs a decoder-only Mixture-of-Experts model; this one has "
+            f"{len(layers)} layers whose experts are told by index"
+        )
+    recorder = _Recorder(layers)
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for i, window in enumerate(ids):
+                model.base_model(input_ids=window[None].to(model.device), use_cache=False)
+                if progress:
+                    progress(i + 1, len(ids))
+    finally:
+        recorder.detach()
+    return recorder.trace()
+
+
+class _Recorder:
+    """Hooks in all layers: what is chosen, and what each guesser expects, window after window."""
+
+    def __init__(self, layers: Any) -> None:
+        self.layers: list[MoeLayer] = list(layers)
+        self.asking = False
+        self.chosen: list[list[np.ndarray]] = [[] for _ in self.layers]
+        self.expected: dict[str, list[list[np.ndarray]]] = {
+            name: [[] for _ in self.layers] for name in (*map(gate, AHEAD), RESIDUAL)
+        }
+        self._handles = []
+        for i, layer in enumerate(self.layers):
+            self._handles.append(
+                layer.experts.register_forward_pre_hook(self._on_experts(i), with_kwargs=True)
+            )
+            self._handles.append(layer.block.register_forward_pre_hook(self._on_block(i), with_kwargs=True))
+            self._handles.append(layer.whole.register_forward_pre_hook(self._on_whole(i), with_kwargs=True))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_experts(self, i: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            index = _plain(index_of(args, kwargs))
+            self.chosen[i].append(np.where(index < self.layers[i].num_experts, index, -1))
+
+        return hook
+
+    def _on_block(self, i: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for ahead in AHEAD:
+                if not self.asking and i + ahead < len(self.layers):
+                    self._ask(gate(ahead), i + ahead, self.layers[i + ahead].route, (args, kwargs))
+
+        return hook
+
+    def _on_whole(self, i: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self.asking and i:
+                self._ask(RESIDUAL, i, self.layers[i].route_without_attention, (args, kwargs))
+
+        return hook
+
+    def _ask(
+        self, guesser: str, i: int, route: Callable[[Arguments, int], Tensor | None], arguments: Arguments
+    ) -> None:
+        layer = self.layers[i]
+        width = min(layer.num_experts, max(8, 4 * (layer.active or 1)))
+        self.asking = True
+        try:
+            found = route(arguments, width)
+        finally:
+            self.asking = False
+        if found is not None:
+            self.expected[guesser][i].append(_plain(found))
+
+    def trace(self) -> Trace:
+        """[L, T, A]; a guesser that was silent in a layer has -1 there, one that was silent everywhere is left out."""
+        experts = _stack([np.concatenate(rows) for rows in self.chosen])
+        tokens, guesses = experts.shape[1], {}
+        for name, per_layer in self.expected.items():
+            rows = [np.concatenate(r) if r else np.zeros((tokens, 0), np.int16) for r in per_layer]
+            if any(r.shape[1] and len(r) == tokens for r in rows):
+                guesses[name] = _stack([r if len(r) == tokens else r[:0].repeat(tokens, 0) for r in rows])
+        return Trace(
+            experts=experts,
+            experts_of=[layer.num_experts for layer in self.layers],
+            names=[layer.name for layer in self.layers],
+            guesses=guesses,
+        )
+
+
+def _plain(index: Tensor) -> np.ndarray:
+    return np.asarray(index.cpu().numpy(), dtype=np.int16)
+
+
+def _stack(rows: list[np.ndarray]) -> np.ndarray:
+    """[T, A] each -> [L, T, widest A], -1 where there is nothing."""
+    width, tokens = max(r.shape[1] for r in rows), max(len(r) for r in rows)
+    stacked = np.full((len(rows), tokens, width), -1, np.int16)
+    for i, r in enumerate(rows):
+        stacked[i, : len(r), : r.shape[1]] = r
+    return stacked
+
+
+def save_trace(path: Path, found: Trace) -> None:
+    """Write a trace as npz, all or nothing, without pickles. Raises DestinationError."""
+    arrays: dict[str, Any] = {f"guess {name}": guess for name, guess in found.guesses.items()}
+    arrays["kind"] = np.array([KIND, str(VERSION), found.model, found.text])
+    arrays["names"], arrays["experts"] = np.array(found.names), found.experts
+    arrays["experts_of"] = np.array(found.experts_of, dtype=np.int32)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    try:
+        write_whole(path, buffer.getvalue())
+    except OSError as e:
+        raise DestinationError(f"{path}: cannot be written ({e.strerror}); choose another folder") from e
+
+
+def load_trace(path: Path) -> Trace:
+    """Read what `save_trace` wrote. Raises EvaluationError for any other file; never opens a pickle."""
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            kind, version, model, text = data["kind"].tolist()
+            found = Trace(
+                experts=data["experts"],
+                experts_of=data["experts_of"].tolist(),
+                names=data["names"].tolist(),
+                model=model,
+                text=text,
+                guesses={n.removeprefix("guess "): data[n] for n in data.files if n.startswith("guess ")},
+            )
+    except OSError as e:
+        raise EvaluationError(
+            f"{path}: cannot be read ({e.strerror or 'not an npz file'}); make it with `trilobite trace`"
+        ) from e
+    except (KeyError, ValueError, AttributeError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+        raise EvaluationError(f"{path}: not a trace; make it with `trilobite trace`") from e
+    if kind != KIND or version != str(VERSION) or not _sound(found):
+        raise EvaluationError(f"{path}: not a trace of version {VERSION}; make it with `trilobite trace`")
+    return found
+
+
+def _sound(found: Trace) -> bool:
+    """Whether shapes fit together and every index is an expert, or -1."""
+    shape = found.experts.shape
+    arrays = [found.experts, *found.guesses.values()]
+    if len(shape) != 3 or 0 in shape or not len(found.experts_of) == len(found.names) == shape[0]:
+        return False
+    if not all(a.ndim == 3 and a.shape[:2] == shape[:2] and a.dtype == np.int16 for a in arrays):
+        return False
+    limit = np.array(found.experts_of)[:, None, None]
+    return all(bool(((a >= -1) & (a < limit)).all()) for a in arrays)
