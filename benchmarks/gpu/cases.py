@@ -23,7 +23,8 @@ from benchmarks.gpu.decoding import (
 )
 from benchmarks.gpu.rows import Row, kernel_row
 from benchmarks.gpu.run import Calls, Case, Clock, LeftOutError
-from trilobite.kernels.gpu.layout.pack import Pack, repack
+from trilobite.kernels.gpu.layout.pack import repack
+from trilobite.kernels.layer import Pack
 from trilobite.measure.gpu import (
     ROUTINGS,
     copies,
@@ -139,7 +140,7 @@ class Linear:
         self._packs: dict[str, list[Pack]] = {}
 
     def calls(self, fmt: AnyFormat, tokens: int) -> Calls:
-        return linear_calls(self._copies(fmt), self.shape.n, self.shape.k, tokens)
+        return linear_calls(self._copies(fmt), tokens)
 
     def nbytes(self, fmt: AnyFormat, tokens: int) -> float:
         return 4 * self._copies(fmt)[0].slab.numel()

@@ -15,7 +15,8 @@ from benchmarks.gpu.run import Case, Clock
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.expert_table import build
-from trilobite.measure.gpu import random_weight
+from trilobite.kernels.layer import ExpertsLayer
+from trilobite.measure.gpu import experts_layer, random_weight
 from trilobite.recipe import parse_format
 
 FORMATS = (
@@ -78,7 +79,7 @@ class Check:
 
     def _linear(self, tokens: int) -> tuple[Tensor, Tensor]:
         w, x = self._weight(self.rows, self.k), torch.randn(tokens, self.k).bfloat16()
-        found = ops.linear_gpu(x.to(self.device), ops.repack([[self._there(w)]]), None, self.rows)
+        found = ops.linear_gpu(x.to(self.device), ops.repack([[self._there(w)]]))
         return found, reference.linear(x, w)
 
     def _experts(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -88,10 +89,11 @@ class Check:
         index = torch.rand(tokens, self.experts + 1).topk(ACTIVE).indices  # the last one is nobody
         share = torch.rand(tokens, ACTIVE).bfloat16()
         slab, table = build([(gate, up, down) for gate, up, down in weights])
-        expected = reference.experts(x, index, share, slab, table, None, None, i, "silu")
+        stored = ExpertsLayer(slab=slab, table=table, hidden=h, intermediate=i, activation="silu")
+        expected = reference.experts(x, index, share, stored)
         pack = ops.repack([[self._there(w) for w in row] for row in weights])
         x, index, share = (t.to(self.device) for t in (x, index, share))
-        return ops.experts_gpu(x, index, share, pack, intermediate=i, activation="silu"), expected
+        return ops.experts(x, index, share, experts_layer(pack)), expected
 
     def _weight(self, n: int, k: int) -> PackedWeight:
         return random_weight(n, k, parse_format(self.format), rank=self.rank, device=CPU)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ from trilobite.kernels.gpu.experts import experts
 from trilobite.kernels.gpu.launch import Launch, recording
 from trilobite.kernels.gpu.layout.pack import Place, coding
 from trilobite.kernels.gpu.linear import linear
+from trilobite.kernels.layer import Pack
+from trilobite.measure.gpu import experts_layer
 from trilobite.measure.shapes import DEEPSEEK, MIXTRAL, Layer
 from trilobite.recipe import AnyFormat, LatticeFormat, parse_format
 
@@ -120,11 +122,14 @@ def meta_weight(n: int, k: int, fmt: AnyFormat, rank: int, kind: str) -> PackedW
     return PackedWeight(shape=(n, k), **parts)
 
 
-def meta_pack(weights: list[PackedWeight], count: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Slab, table and spec of `count` times these matrices, without data."""
-    spec = [int(v) for w in weights for v in vars(coding(w)).values()]
-    slab = torch.empty(1 << 20, dtype=torch.int32, device="meta")
-    return slab, torch.empty((count, len(weights), len(Place)), dtype=torch.int64, device="meta"), spec
+def meta_pack(weights: list[PackedWeight], count: int) -> Pack:
+    """`count` times these matrices in the GPU layout, without data."""
+    return Pack(
+        slab=torch.empty(1 << 20, dtype=torch.int32, device="meta"),
+        table=torch.empty((count, len(weights), len(Place)), dtype=torch.int64, device="meta"),
+        codings=(tuple(coding(w) for w in weights),),
+        shapes=[w.shape for w in weights],
+    )
 
 
 def tokens_of(arch: str) -> list[int]:
@@ -147,21 +152,18 @@ class Shape:
     def linear(self, rows: int) -> None:
         """An expert's down projection as a linear layer."""
         n, k = self.layer.hidden, self.layer.intermediate
-        slab, places, spec = meta_pack([meta_weight(n, k, self.format, self.rank, self.kind)], 1)
-        linear(self._empty(rows, k), slab, places, None, spec, n)
+        w = meta_weight(n, k, self.format, self.rank, self.kind)
+        linear(self._empty(rows, k), meta_pack([w], 1), None)
 
     def experts(self, tokens: int) -> None:
         e, h, i = self.layer.experts, self.layer.hidden, self.layer.intermediate
         up, down = (meta_weight(*s, self.format, self.rank, self.kind) for s in ((i, h), (h, i)))
-        slab, places, spec = meta_pack([up, up, down], e)
+        layer = experts_layer(meta_pack([up, up, down], e))
+        if self.layer == GPT_OSS:
+            gate_up, down_bias = self._empty(e, 2 * i), self._empty(e, h)
+            layer = replace(layer, activation="gpt_oss", gate_up_bias=gate_up, down_bias=down_bias)
         index = torch.empty((tokens, self.layer.active), dtype=torch.int64, device="meta")
-        own = self.layer == GPT_OSS
-        biases = (self._empty(e, 2 * i), self._empty(e, h)) if own else (None, None)
-        activation = "gpt_oss" if own else "silu"
-        weights = self._empty(tokens, self.layer.active)
-        experts(
-            self._empty(tokens, h), index, weights, slab, places, biases[0], biases[1], i, activation, spec
-        )
+        experts(self._empty(tokens, h), index, self._empty(tokens, self.layer.active), layer)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")

@@ -13,6 +13,7 @@ from trilobite.measure.gpu import FAILURES, captured, interval, random_weight
 from trilobite.recipe import Format
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
+from trilobite.runtime.modules.residence import OnGpu, PackedModule
 
 PROMPT, WARM = 128, 3
 
@@ -41,7 +42,7 @@ def random_mixtral(config: Any, device: torch.device) -> nn.Module:
             }
             experts_ = PackedExperts(module, parts)
             model.set_submodule(path, experts_)
-            experts_.gather()
+            experts_.settle()
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
@@ -57,16 +58,18 @@ def random_mixtral(config: Any, device: torch.device) -> nn.Module:
 def packed_bytes(model: nn.Module) -> float:
     """Bytes of all weights that a step reads when it meets all experts."""
     total = sum(p.nbytes for n, p in model.named_parameters() if "embed" not in n)
-    for module in model.modules():
-        pack = getattr(module, "pack", None)
-        total += 4 * pack.slab.numel() if pack is not None else 0
-    return float(total)
+    return float(total) + _pack_bytes(model, PackedModule)
 
 
 def expert_bytes(model: nn.Module) -> float:
     """Bytes of the experts among them."""
-    packs = [m.pack for m in model.modules() if isinstance(m, PackedExperts) and m.pack is not None]
-    return float(sum(4 * p.slab.numel() for p in packs))
+    return _pack_bytes(model, PackedExperts)
+
+
+def _pack_bytes(model: nn.Module, kind: type[PackedModule]) -> float:
+    """Bytes in the GPU layout of modules of a kind."""
+    residences = [m.residence for m in model.modules() if isinstance(m, kind)]
+    return float(sum(r.pack.slab.nbytes for r in residences if isinstance(r, OnGpu)))
 
 
 class Stepper:

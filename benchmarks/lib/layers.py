@@ -10,6 +10,7 @@ from trilobite.formats.incoherence import draw_signs
 from trilobite.formats.lattice import DIM, Record
 from trilobite.formats.weight import factor_shape, stored_shapes
 from trilobite.kernels.expert_table import Column
+from trilobite.kernels.layer import ExpertsLayer
 from trilobite.measure.shapes import DEEPSEEK as ROUTED
 from trilobite.measure.shapes import MIXTRAL as MIXTRAL
 from trilobite.measure.shapes import Layer
@@ -36,8 +37,8 @@ def _fill_factor(part: Tensor) -> None:
     part[..., -2:] = torch.tensor([0.01]).half().view(torch.uint8)
 
 
-def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[Tensor, Tensor, float]:
-    """A slab and table of random experts, and the bytes of one expert."""
+def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[ExpertsLayer, float]:
+    """Random experts as stored, and the bytes of one of them."""
     h, i = layer.hidden, layer.intermediate
     shapes = ((i, h), (i, h), (h, i))
     sizes = [torch.Size(packed_shape(fmt, n, k)).numel() for n, k in shapes]
@@ -57,10 +58,10 @@ def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[Tensor, Tensor
                     at += size
             bits = COMPENSATORS["int3"]
             data[e, p, : Column.LATTICE] = torch.tensor([*offsets, rank, bits, fmt.bits, fmt.group, 0, 0])
-    return slab, data, per_expert
+    return _experts(layer, slab, data), per_expert
 
 
-def make_lattice_layer(layer: Layer, fmt: LatticeFormat) -> tuple[Tensor, Tensor, float]:
+def make_lattice_layer(layer: Layer, fmt: LatticeFormat) -> tuple[ExpertsLayer, float]:
     """As `make_layer`, with random codewords; signs of a side depend on its length alone, as in checkpoints."""
     h, i = layer.hidden, layer.intermediate
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
@@ -84,7 +85,17 @@ def make_lattice_layer(layer: Layer, fmt: LatticeFormat) -> tuple[Tensor, Tensor
             row[Column.RANK] = row[Column.RANK_BITS] = row[Column.TUNED] = 0
             row[Column.CODEBOOK] = row[Column.TRANSFORM] = 0
             row[Column.BITS], row[Column.GROUP] = fmt.bits, DIM
-    return slab, data, per_expert
+    return _experts(layer, slab, data), per_expert
+
+
+def _experts(layer: Layer, slab: Tensor, table: Tensor) -> ExpertsLayer:
+    return ExpertsLayer(
+        slab=slab,
+        table=table,
+        hidden=layer.hidden,
+        intermediate=layer.intermediate,
+        activation="silu",
+    )
 
 
 def routing(layer: Layer, tokens: int) -> tuple[Tensor, Tensor]:

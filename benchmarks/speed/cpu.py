@@ -23,7 +23,6 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from torch import Tensor
 
 from benchmarks.lib.layers import DEEPSEEK, MIXTRAL, make_lattice_layer, make_layer, routing
 from benchmarks.lib.markdown import insert, table
@@ -33,6 +32,7 @@ from trilobite.evaluate.perplexity import score, tokenize_file
 from trilobite.formats.incoherence import draw_signs
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
+from trilobite.kernels.layer import ExpertsLayer
 from trilobite.measure.shapes import Layer
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import Format, LatticeFormat, load_recipe
@@ -54,11 +54,11 @@ def lattice_layers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """QuIP#'s formats, exact mode: packed bytes a second, and what of the time rotations would be on one thread."""
     rows, data = [], []
     for bits in (2,) if quick else (2, 3, 4):
-        slab, table_, per_expert = make_lattice_layer(
+        experts, per_expert = make_lattice_layer(
             MIXTRAL, LatticeFormat(codebook="e8p", bits=bits, transform="hadamard")
         )
         for tokens in (1, 8, 32, 512):
-            r = measure(MIXTRAL, slab, table_, per_expert, tokens, 3 if tokens > 64 else 7)
+            r = measure(MIXTRAL, experts, per_expert, tokens, 3 if tokens > 64 else 7)
             turning = rotations(MIXTRAL, tokens, MIXTRAL.active)
             name = f"{MIXTRAL.name}, e8p-{bits}"
             rates = (f"{r.gigabytes:.1f}", f"{r.probe:.1f}", f"{r.share:.0%}", f"{r.gmacs:.0f}")
@@ -80,20 +80,18 @@ class Result:
     gmacs: float
 
 
-def measure(
-    layer: Layer, slab: Tensor, table_: Tensor, per_expert: float, tokens: int, repeats: int
-) -> Result:
+def measure(layer: Layer, experts: ExpertsLayer, per_expert: float, tokens: int, repeats: int) -> Result:
     """Run the operator on fresh routing each time, with a probe of the same memory before and after."""
     times, probes, used = [], [], []
-    probe = cpu.measure_read_bandwidth(slab, 1)
+    probe = cpu.measure_read_bandwidth(experts.slab, 1)
     for _ in range(repeats):
         index, weights = routing(layer, tokens)
         x = torch.randn(tokens, layer.hidden, dtype=torch.bfloat16)
         start = time.perf_counter()
-        ops.experts(x, index, weights, slab, table_, intermediate=layer.intermediate, activation="silu")
+        ops.experts(x, index, weights, experts)
         times.append(time.perf_counter() - start)
         used.append(per_expert * len(index.unique()))
-        after = cpu.measure_read_bandwidth(slab, 1)
+        after = cpu.measure_read_bandwidth(experts.slab, 1)
         probes.append((probe + after) / 2)
         probe = after
     rates = [u / t / 1e9 for u, t in zip(used, times, strict=True)]
@@ -115,10 +113,10 @@ def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     ]
     rows, data = [], []
     for layer, bits, rank in cases:
-        slab, table_, per_expert = make_layer(layer, Format(bits=bits, group=64), rank)
+        experts, per_expert = make_layer(layer, Format(bits=bits, group=64), rank)
         for mode in ("exact", "int8"):
             with cpu.activations(mode):
-                r = measure(layer, slab, table_, per_expert, 1, 9 if quick else 25)
+                r = measure(layer, experts, per_expert, 1, 9 if quick else 25)
             name = f"{layer.name} INT{bits} g64" + (f" + rank {rank}" if rank else "")
             rows.append(
                 (
@@ -140,12 +138,12 @@ def experts_of_many_tokens(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     rows, data = [], []
     peaks = {mode: cpu.measure_peak(mode) for mode in ("exact", "int8")}
     for layer in (MIXTRAL, DEEPSEEK):
-        slab, table_, per_expert = make_layer(layer, Format(bits=3, group=64))
+        experts, per_expert = make_layer(layer, Format(bits=3, group=64))
         for tokens in (1, 8, 32, 512) if quick else TOKENS:
             cells = [layer.name, str(tokens)]
             for mode in ("exact", "int8"):
                 with cpu.activations(mode):
-                    r = measure(layer, slab, table_, per_expert, tokens, 3 if tokens > 64 else 7)
+                    r = measure(layer, experts, per_expert, tokens, 3 if tokens > 64 else 7)
                 cells += [f"{r.milliseconds:.1f}", f"{r.gmacs:.0f}", f"{r.gmacs / peaks[mode]:.1%}"]
                 data.append(
                     {"case": layer.name, "tokens": tokens, "mode": mode, "peak": peaks[mode], **vars(r)}
@@ -171,16 +169,16 @@ def _clock(call: Callable[[], object], repeats: int) -> float:
 def overhead(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """Microseconds of a call whose matrices are as good as empty."""
     tiny = Layer(name="tiny", experts=8, active=2, hidden=64, intermediate=64)
-    slab, table_, _ = make_layer(tiny, Format(bits=3, group=64))
+    experts, _ = make_layer(tiny, Format(bits=3, group=64))
     index, weights = routing(tiny, 1)
     x = torch.randn(1, 64, dtype=torch.bfloat16)
-    packed = slab[: 4 * 448].view(4, 1, 448)
+    packed = experts.slab[: 4 * 448].view(4, 1, 448)
     linear = torch.ops.trilobite.linear
     with torch.inference_mode():
         rows = {
             "linear": _clock(lambda: linear(x, packed, None, None, None, None, 64), 500 if quick else 3000),
             "experts": _clock(
-                lambda: ops.experts(x, index, weights, slab, table_, intermediate=64, activation="silu"),
+                lambda: ops.experts(x, index, weights, experts),
                 500 if quick else 3000,
             ),
         }

@@ -36,6 +36,7 @@ from trilobite.measure import tiles as triton_search
 from trilobite.measure.gpu import (
     copies,
     expert_calls,
+    experts_layer,
     hit_bytes,
     hit_experts,
     random_layer,
@@ -98,13 +99,11 @@ def test_random_weights_look_like_weights(fmt: str) -> None:
 def test_copies_of_an_expert_lie_in_places_of_their_own() -> None:
     pack = random_layer(TINY, Format(bits=3, group=64), CPU, rank=2)
     x, share = torch.randn(1, 128), torch.ones(1, 1)
-    run = [
-        ops.experts_gpu(x, torch.tensor([[e]]), share, pack, intermediate=64, activation="silu")
-        for e in (0, 3)
-    ]
+    layer = experts_layer(pack)
+    run = [ops.experts(x, torch.tensor([[e]]), share, layer) for e in (0, 3)]
     assert torch.equal(*run)
     pack.slab[-pack.slab.numel() // 4 :] = 0
-    lost = ops.experts_gpu(x, torch.tensor([[3]]), share, pack, intermediate=64, activation="silu")
+    lost = ops.experts(x, torch.tensor([[3]]), share, layer)
     assert not torch.equal(lost, run[1])
     assert hit_bytes(TINY, pack, 1) == 4 * pack.slab.numel() / 2
     assert len(expert_calls(TINY, pack, 2)) == triton_bench.ROUTINGS
@@ -305,8 +304,8 @@ def test_a_wrong_kernel_is_found(gpu_script: ModuleType, monkeypatch: pytest.Mon
     check, run = sys.modules["benchmarks.gpu.check"], sys.modules["benchmarks.gpu.run"]
     monkeypatch.setattr(check, "TOKENS", (2,))
     case = check.Check(format="int3-g64", rank=0, k=192, device=CPU)
-    right = check.ops.experts_gpu
-    monkeypatch.setattr(check.ops, "experts_gpu", lambda *args, **kwargs: right(*args, **kwargs) * 1.1)
+    right = check.ops.experts
+    monkeypatch.setattr(check.ops, "experts", lambda *args: right(*args) * 1.1)
     with pytest.raises(check.WrongResultError, match=r"experts is off by 0\.(09|1)"):
         case.row(run.Clock())
 

@@ -2,21 +2,28 @@
 
 import pytest
 import torch
-from support.packing import packed_weight, relative_error
+from support.packing import packed_weight, relative_error, stored_layer
 
 from trilobite.errors import ArchitectureError, ShapeError
 from trilobite.kernels import ops, reference
-from trilobite.kernels.expert_table import build
+from trilobite.kernels.layer import ExpertsLayer
 
 
-def _experts_arguments() -> tuple[object, ...]:
+def _layer() -> ExpertsLayer:
     experts = [
         tuple(packed_weight(*shape, "int3-g32", seed=e) for shape in ((32, 64), (32, 64), (64, 32)))
         for e in range(3)
     ]
-    slab, table = build(experts)  # type: ignore[arg-type]
-    index = torch.tensor([[0, 2], [1, 3]])
-    return torch.randn(2, 64), index, torch.rand(2, 2), slab, table, None, None, 32, "silu"
+    return stored_layer(experts)  # type: ignore[arg-type]
+
+
+def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(2, 64), torch.tensor([[0, 2], [1, 3]]), torch.rand(2, 2)
+
+
+def _experts_arguments() -> tuple[object, ...]:
+    layer = _layer()
+    return *_inputs(), layer.slab, layer.table, None, None, 32, "silu"
 
 
 def test_opcheck_of_linear() -> None:
@@ -30,18 +37,16 @@ def test_opcheck_of_experts() -> None:
 
 
 def test_compile_without_graph_breaks() -> None:
-    w, arguments = packed_weight(64, 64, "int3-g64"), _experts_arguments()
-    x, rest = arguments[0], arguments[1:7]
+    w, layer, (x, *routing) = packed_weight(64, 64, "int3-g64"), _layer(), _inputs()
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
         y = torch.relu(ops.linear(x, w)) + x
-        return ops.experts(y, *rest[:4], intermediate=32, activation="silu") * 2  # type: ignore[arg-type]
+        return ops.experts(y, *routing, layer) * 2
 
-    assert isinstance(x, torch.Tensor)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert relative_error(compiled(x), layer(x)) < 1e-6
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert relative_error(compiled(x), run(x)) < 1e-6
     y = torch.relu(reference.linear(x, w)) + x
-    assert relative_error(compiled(x), reference.experts(y, *rest, 32, "silu") * 2) < 1e-5  # type: ignore[arg-type]
+    assert relative_error(compiled(x), reference.experts(y, *routing, layer) * 2) < 1e-5
 
 
 def test_fake_shapes() -> None:

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from support.packing import lattice_weight, packed_weight, relative_error
+from support.packing import gpu_layer, lattice_weight, packed_weight, relative_error, stored_layer
 from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.expert_table import build
 
 E, H, I = 3, 64, 96  # noqa: E741
 INDEX = torch.tensor([[0, 1], [1, 3], [2, 0]])  # 3: no expert
@@ -45,26 +44,16 @@ def _dense(weights: Weights, up_bias: Tensor) -> Tensor:
 
 def _reference(weights: Weights, up_bias: Tensor) -> Tensor:
     x, share, _, down_bias = _inputs()
-    return reference.experts(x, INDEX, share, *build(weights), up_bias, down_bias, I, "relu")
+    return reference.experts(x, INDEX, share, stored_layer(weights, "relu", up_bias, down_bias))
 
 
 def _engine(weights: Weights, up_bias: Tensor) -> Tensor:
     if not cpu.available():
         pytest.skip("the native library is not installed")
     x, share, _, down_bias = _inputs()
-    slab, table = build(weights)
-    assert cpu.runs_experts(table, (H, I), "relu")
-    return ops.experts(
-        x,
-        INDEX,
-        share,
-        slab,
-        table,
-        intermediate=I,
-        activation="relu",
-        gate_up_bias=up_bias,
-        down_bias=down_bias,
-    )
+    layer = stored_layer(weights, "relu", up_bias, down_bias)
+    assert cpu.runs_experts(layer)
+    return ops.experts(x, INDEX, share, layer)
 
 
 def _triton(weights: Weights, up_bias: Tensor) -> Tensor:
@@ -75,10 +64,7 @@ def _triton(weights: Weights, up_bias: Tensor) -> Tensor:
         pytest.skip("Triton was imported without TRITON_INTERPRET")
     triton_interpreter.install()
     x, share, _, down_bias = _inputs()
-    pack = ops.repack(weights)
-    return ops.experts_gpu(
-        x, INDEX, share, pack, intermediate=I, activation="relu", gate_up_bias=up_bias, down_bias=down_bias
-    )
+    return ops.experts(x, INDEX, share, gpu_layer(weights, "relu", up_bias, down_bias))
 
 
 @pytest.mark.parametrize("fmt", ["int3-g32", "e8p-2"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.architectures import build_checkpoint
-from support.packing import packed_weight, relative_error
+from support.packing import packed_weight, relative_error, stored_layer
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -140,25 +140,16 @@ def biases() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", ["alike", "mixed", "no gates"])
 def test_experts_are_those_of_the_matrices(kind: str, bias: bool) -> None:
     experts = layer(kind)
-    slab, table = build(experts)
-    assert has_lattice(table)
+    stored = stored_layer(experts)
+    assert has_lattice(stored.table)
     x, weights = torch.randn(T, H), torch.rand(T, A)
     index = torch.randint(0, E + 1, (T, A))
     index[0] = E  # a padded token
-    gate_up_bias, down_bias = biases() if bias else (None, None)
-    if kind == "no gates" and gate_up_bias is not None:
-        gate_up_bias = gate_up_bias[:, INTER:]
-    found = ops.experts(
-        x,
-        index,
-        weights,
-        slab,
-        table,
-        intermediate=INTER,
-        activation="silu",
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-    )
+    if bias:
+        gate_up, down = biases()
+        gate_up = gate_up[:, INTER:] if kind == "no gates" else gate_up
+        stored = replace(stored, gate_up_bias=gate_up, down_bias=down)
+    found = ops.experts(x, index, weights, stored)
     assert relative_error(found, slow_experts(x, index, weights, experts, bias)) < 1e-5
     assert not found[0].any()
 
@@ -170,9 +161,8 @@ def test_affine_and_lattice_experts_in_one_layer() -> None:
         for e in range(4)
         for shapes in [((inter, k), (inter, k), (k, inter))]
     ]
-    slab, table = build(experts)
     x, weights, index = torch.randn(6, k), torch.rand(6, 2), torch.randint(0, 4, (6, 2))
-    found = ops.experts(x, index, weights, slab, table, intermediate=inter, activation="silu")
+    found = ops.experts(x, index, weights, stored_layer(experts))
     expected = torch.zeros(6, k)
     for t in range(6):
         for a in range(2):
@@ -183,21 +173,20 @@ def test_affine_and_lattice_experts_in_one_layer() -> None:
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 def test_the_native_engine_refuses_lattice_experts_whose_k_is_no_multiple_of_32() -> None:
-    slab, table = build(layer("alike"))
     index, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     with pytest.raises(ShapeError, match="K=48"):
-        cpu.experts(torch.randn(2, H), index, weights, slab, table, None, None, INTER, "silu")
+        cpu.experts(torch.randn(2, H), index, weights, stored_layer(layer("alike")))
 
 
 def test_the_input_is_rotated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up of all experts share a transform of their input, the down projections one of their output."""
-    slab, table = build(layer("alike"))
+    stored = stored_layer(layer("alike"))
     x, weights, index = torch.randn(T, H), torch.rand(T, A), torch.randint(0, E, (T, A))
     calls: list[tuple[int, ...]] = []
     forward, adjoint = reference.Spin.forward, reference.Spin.adjoint
     monkeypatch.setattr(reference.Spin, "forward", lambda s, v: calls.append(tuple(v.shape)) or forward(s, v))
     monkeypatch.setattr(reference.Spin, "adjoint", lambda s, v: calls.append(tuple(v.shape)) or adjoint(s, v))
-    reference.experts(x, index, weights, slab, table, None, None, INTER, "silu")
+    reference.experts(x, index, weights, stored)
     assert calls.count((T, H)) == 2
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.architectures import SEQ2SEQ, TINY_CONFIGS, build_checkpoint
+from support.packing import stored_layer
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import (
@@ -29,7 +30,7 @@ from trilobite.errors import ArchitectureError, CheckpointError, FormatVersionEr
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.integrations.transformers import TrilobiteConfig
 from trilobite.kernels import ops, reference
-from trilobite.kernels.expert_table import DOWN, build, expert_weight
+from trilobite.kernels.expert_table import DOWN, expert_weight
 from trilobite.quantize.methods.bands import quantize
 from trilobite.quantize.methods.milo import Compensation, milo
 from trilobite.quantize.run.compress import compress
@@ -134,15 +135,13 @@ def test_faults_in_experts_are_far_off(models: Callable[[str], Model], model_typ
     for module in broken.modules():
         if not isinstance(module, PackedExperts):
             continue
-        assert module.table is not None
+        home = module.residence
         if fault == "swap gate and up":
-            module.table = module.table[:, [1, 0, 2]]
+            home.table = home.table[:, [1, 0, 2]]
         elif fault == "swap experts":
-            module.table = module.table.roll(1, 0)
+            home.table = home.table.roll(1, 0)
         else:
-            w = expert_weight(
-                module.slab, module.table[0, DOWN], (module.hidden_size, module.intermediate_size)
-            )
+            w = expert_weight(home.slab, home.table[0, DOWN], (module.hidden_size, module.intermediate_size))
             lost = w.packed if fault == "drop an expert" else w.packed[:, :1]
             # A private mapping: the file stays as it is.
             lost.zero_()
@@ -339,7 +338,7 @@ def test_tensors_are_views_of_the_file(models: Callable[[str], Model]) -> None:
     """No stacking copies: the experts of a layer lie in one slab, which is the mapping itself."""
     packed = load(str(models("mixtral").packed(MILO)))
     experts = [m for m in packed.modules() if isinstance(m, PackedExperts)]
-    storages = {m.slab.untyped_storage().data_ptr() for m in experts}
+    storages = {m.residence.slab.untyped_storage().data_ptr() for m in experts}
     assert len(storages) == 1
     linear = next(m for m in packed.modules() if isinstance(m, PackedLinear))
     assert linear.weight_packed.untyped_storage().data_ptr() in storages
@@ -491,10 +490,7 @@ def slow(x: Tensor, index: Tensor, weights: Tensor, packed: list[tuple]) -> Tens
 
 def run(x: Tensor, index: Tensor, weights: Tensor, packed: list[tuple], *, oracle: bool = False) -> Tensor:
     """The operator as this machine runs it, or the reference."""
-    slab, table = build(packed)
-    if oracle:
-        return reference.experts(x, index, weights, slab, table, None, None, 96, "silu")
-    return ops.experts(x, index, weights, slab, table, intermediate=96, activation="silu")
+    return (reference if oracle else ops).experts(x, index, weights, stored_layer(packed))
 
 
 def inputs(tokens: int, *, high: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -608,26 +604,26 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_slab_that_is_too_short_is_refused() -> None:
-    slab, table = build(experts())
+    layer = stored_layer(experts())
     x, index, weights = inputs(40)
     with pytest.raises(ShapeError, match="does not fit a slab"):
-        ops.experts(x, index, weights, slab[:-64].clone(), table, intermediate=96, activation="silu")
+        ops.experts(x, index, weights, replace(layer, slab=layer.slab[:-64].clone()))
 
 
 def test_slab_of_neighbours_is_a_view() -> None:
     """Parts in one storage are not copied; scattered ones are, once."""
-    slab, table = build(experts(rank=2))
+    first = stored_layer(experts(rank=2))
     again = [
-        tuple(expert_weight(slab, table[e, p], s) for p, s in enumerate(((96, 64), (96, 64), (64, 96))))
+        tuple(
+            expert_weight(first.slab, first.table[e, p], s)
+            for p, s in enumerate(((96, 64), (96, 64), (64, 96)))
+        )
         for e in range(5)
     ]
-    view, second = build(again)
-    assert view.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+    second = stored_layer(again)
+    assert second.slab.untyped_storage().data_ptr() == first.slab.untyped_storage().data_ptr()
     x, index, weights = inputs(8)
-    one, two = (
-        ops.experts(x, index, weights, s, t, intermediate=96, activation="silu")
-        for s, t in ((slab, table), (view, second))
-    )
+    one, two = (ops.experts(x, index, weights, layer) for layer in (first, second))
     assert torch.equal(one, two)
 
 

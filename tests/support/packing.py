@@ -1,4 +1,6 @@
-"""Random packed weights for tests of the kernels: min-max lines on Gaussian matrices."""
+"""Random packed weights for tests of the kernels, min-max lines on Gaussian matrices; and layers of experts."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -6,6 +8,9 @@ from torch import Tensor
 from trilobite.formats import affine, lattice
 from trilobite.formats.incoherence import draw_signs, store_signs
 from trilobite.formats.weight import PackedWeight, encode_factor, factor_groups
+from trilobite.kernels import ops
+from trilobite.kernels.expert_table import DOWN, build
+from trilobite.kernels.layer import ExpertsLayer
 from trilobite.recipe import Format, LatticeFormat, parse_format
 
 ABSMAX_CODE = {"int3": 3, "int8": 127, "fp16": 1}
@@ -56,6 +61,50 @@ def lattice_weight(
         signs_out=signs_out,
         lra=factor(rank, n, "int3", generator) if rank else None,
         lrb=factor(rank, k, "int3", generator) if rank else None,
+    )
+
+
+Experts = Sequence[tuple[PackedWeight | None, PackedWeight, PackedWeight]]
+
+
+def stored_layer(
+    weights: Experts,
+    activation: str = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> ExpertsLayer:
+    """(gate, up, down) of every expert as the operator takes them."""
+    slab, table = build(weights)
+    hidden, intermediate = weights[0][DOWN].shape
+    return ExpertsLayer(
+        slab=slab,
+        table=table,
+        hidden=hidden,
+        intermediate=intermediate,
+        activation=activation,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
+
+
+def gpu_layer(
+    weights: Experts,
+    activation: str = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> ExpertsLayer:
+    """The same in the GPU layout."""
+    pack = ops.repack(weights)
+    hidden, intermediate = pack.shapes[DOWN]
+    return ExpertsLayer(
+        slab=pack.slab,
+        table=pack.table,
+        codings=pack.codings,
+        hidden=hidden,
+        intermediate=intermediate,
+        activation=activation,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
     )
 
 

@@ -85,6 +85,7 @@ def _on_cpu() -> list[dict[str, Any]]:
     from trilobite.kernels import ops
     from trilobite.kernels.cpu import engine as cpu
     from trilobite.kernels.expert_table import build
+    from trilobite.kernels.layer import ExpertsLayer
     from trilobite.recipe import Format
 
     if not cpu.available():
@@ -100,11 +101,12 @@ def _on_cpu() -> list[dict[str, Any]]:
         for _ in range(count)
     ]
     slab, table = build(experts)  # type: ignore[arg-type]
+    layer = ExpertsLayer(slab=slab, table=table, hidden=hidden, intermediate=inner, activation="silu")
     times = []
     for _ in range(15):
         index, x = torch.randperm(count)[None, :active], torch.randn(1, hidden, dtype=torch.bfloat16)
         start = time.perf_counter()
-        ops.experts(x, index, torch.ones(1, active), slab, table, intermediate=inner, activation="silu")
+        ops.experts(x, index, torch.ones(1, active), layer)
         times.append(time.perf_counter() - start)
     limit = 1e9 * cpu.measure_read_bandwidth(slab)
     return [_row("32 experts INT3 g64 (CPU)", statistics.median(times), slab.nbytes * active / count, limit)]

@@ -32,7 +32,8 @@ from trilobite.quantize.run.one_line import quantize_line
 from trilobite.quantize.threads import single_threaded_torch
 from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
 from trilobite.runtime.modules.experts import EXPERT_NAME, PackedExperts
-from trilobite.runtime.modules.linear import PackedLinear, PackedMatrix
+from trilobite.runtime.modules.linear import PackedLinear
+from trilobite.runtime.modules.matrix import PackedMatrix
 from trilobite.runtime.modules.swap import finish, group_parts, on_meta, swap_modules
 
 

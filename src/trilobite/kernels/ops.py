@@ -9,7 +9,7 @@ and again.
 
 import importlib.util
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +17,13 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check
 from trilobite.kernels import reference
-from trilobite.kernels.cpu import engine as cpu
+from trilobite.kernels.cpu import engine
 from trilobite.kernels.cpu.bound import Binding as Binding
 from trilobite.kernels.cpu.bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu.bound import BoundLinear as BoundLinear
 from trilobite.kernels.expert_table import check_routing
+from trilobite.kernels.layer import ExpertsLayer, Pack, codings_of, spec_of
 from trilobite.recipe import LatticeFormat
-
-if TYPE_CHECKING:
-    from trilobite.kernels.gpu.layout.pack import Pack as Pack
 
 TRITON = (3, 6)
 """The oldest that compiles the GPU kernels."""
@@ -85,75 +83,62 @@ def _lattice_linear(
     )
     check(w)
     if x.is_cpu and _runs(w):
-        return cpu.lattice_linear(x, w, bias)
+        return engine.lattice_linear(x, w, bias)
     return reference.linear(x, w, bias)
 
 
 def _runs(w: PackedWeight) -> bool:
     """Whether the CPU engine multiplies this lattice matrix."""
     fmt = w.format
-    return isinstance(fmt, LatticeFormat) and cpu.runs(fmt, *w.shape)
+    return isinstance(fmt, LatticeFormat) and engine.runs(fmt, *w.shape)
 
 
-def _experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    slab: Tensor,
-    table: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    intermediate: int,
-    activation: str,
-) -> Tensor:
-    check_routing(x, top_k_index, top_k_weights)
-    return reference.experts(
-        x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation
+def _layer(x: Tensor, slab: Tensor, table: Tensor, *rest: Any) -> ExpertsLayer:
+    """What `_flat` takes apart. rest: biases, intermediate size, activation, and the spec of the GPU layout."""
+    gate_up_bias, down_bias, intermediate, activation, *spec = rest
+    return ExpertsLayer(
+        slab=slab,
+        table=table,
+        hidden=x.shape[-1],
+        intermediate=intermediate,
+        activation=activation,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        codings=codings_of(tuple(spec[0]), 3) if spec else (),
     )
 
 
-def _experts_cpu(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    slab: Tensor,
-    table: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    intermediate: int,
-    activation: str,
-) -> Tensor:
-    run = cpu.experts if cpu.runs_experts(table, (x.shape[-1], intermediate), activation) else _experts
-    return run(x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation)
+def _flat(layer: ExpertsLayer) -> tuple[Any, ...]:
+    """A layer as operators take it."""
+    biases = layer.gate_up_bias, layer.down_bias
+    return layer.slab, layer.table, *biases, layer.intermediate, layer.activation
+
+
+def _experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *flat: Any) -> Tensor:
+    check_routing(x, top_k_index, top_k_weights)
+    return reference.experts(x, top_k_index, top_k_weights, _layer(x, *flat))
+
+
+def _experts_cpu(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *flat: Any) -> Tensor:
+    layer = _layer(x, *flat)
+    if not engine.runs_experts(layer):
+        return _experts(x, top_k_index, top_k_weights, *flat)
+    return engine.experts(x, top_k_index, top_k_weights, layer)
 
 
 def _linear_gpu(
     x: Tensor, slab: Tensor, table: Tensor, bias: Tensor | None, spec: Sequence[int], rows: int
 ) -> Tensor:
-    from trilobite.kernels.gpu import (
-        linear as triton_linear,  # imports Triton, which takes a while and is not always there
-    )
+    from trilobite.kernels.gpu import linear  # imports Triton, which takes a while and is not always there
 
-    return triton_linear.linear(x, slab, table, bias, spec, rows)
+    codings, shapes = codings_of(tuple(spec), 1), ((rows, x.shape[-1]),)
+    return linear.linear(x, Pack(slab=slab, table=table, codings=codings, shapes=shapes), bias)
 
 
-def _experts_gpu(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    slab: Tensor,
-    table: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    intermediate: int,
-    activation: str,
-    spec: Sequence[int],
-) -> Tensor:
-    from trilobite.kernels.gpu import experts as triton_experts
+def _experts_gpu(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *flat: Any) -> Tensor:
+    from trilobite.kernels.gpu import experts
 
-    return triton_experts.experts(
-        x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation, spec
-    )
+    return experts.experts(x, top_k_index, top_k_weights, _layer(x, *flat))
 
 
 def _fake_linear(x: Tensor, *others: Any) -> Tensor:
@@ -174,8 +159,8 @@ for _name, _run, _fake in (
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"trilobite::{_name}", _fake, lib=_lib)
-if cpu.available():
-    _lib.impl("linear", cpu.linear, "CPU")
+if engine.available():
+    _lib.impl("linear", engine.linear, "CPU")
     _lib.impl("experts", _experts_cpu, "CPU")
 
 
@@ -194,25 +179,17 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return torch.ops.trilobite.linear(x, w.packed, w.scale, w.lra, w.lrb, bias, w.shape[0])  # type: ignore[no-any-return]
 
 
-def experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    slab: Tensor,
-    table: Tensor,
-    *,
-    intermediate: int,
-    activation: str,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Tensor:
-    """All routed experts of one MoE layer; arguments as in `reference.experts`.
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer) -> Tensor:
+    """All routed experts of one MoE layer, as stored or in the GPU layout; arguments as in `reference.experts`.
 
-    returns: [T, H] in x.dtype. Raises ShapeError when shapes do not fit.
+    returns: [T, H] in x.dtype. Raises ShapeError when shapes do not fit, ArchitectureError or DeviceError.
     """
-    return torch.ops.trilobite.experts(  # type: ignore[no-any-return]
-        x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias, intermediate, activation
-    )
+    if x.shape[-1] != layer.hidden:
+        raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={layer.hidden}")
+    inputs = x, top_k_index, top_k_weights
+    if layer.codings:
+        return torch.ops.trilobite.experts_gpu(*inputs, *_flat(layer), spec_of(layer.codings))  # type: ignore[no-any-return]
+    return torch.ops.trilobite.experts(*inputs, *_flat(layer))  # type: ignore[no-any-return]
 
 
 def bind_linear(w: PackedWeight, bias: Tensor | None) -> BoundLinear | None:
@@ -220,7 +197,7 @@ def bind_linear(w: PackedWeight, bias: Tensor | None) -> BoundLinear | None:
 
     Raises ShapeError when the parts do not fit.
     """
-    if not cpu.available() or not w.packed.is_cpu:
+    if not engine.available() or not w.packed.is_cpu:
         return None
     if w.lattice is not None:
         check(w)
@@ -229,24 +206,14 @@ def bind_linear(w: PackedWeight, bias: Tensor | None) -> BoundLinear | None:
     return BoundLinear(w, bias)
 
 
-def bind_experts(
-    slab: Tensor,
-    table: Tensor,
-    *,
-    hidden: int,
-    intermediate: int,
-    activation: str,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> BoundExperts | None:
-    """A call (x, top_k_index, top_k_weights) -> `experts(...)`, or None where no backend has one.
+def bind_experts(layer: ExpertsLayer) -> BoundExperts | None:
+    """A call (x, top_k_index, top_k_weights) -> `experts(..., layer)`, or None where no backend has one.
 
     Raises ShapeError when the parts do not fit.
     """
-    sizes = hidden, intermediate
-    if not cpu.available() or not slab.is_cpu or not cpu.runs_experts(table, sizes, activation):
+    if not engine.available() or not layer.slab.is_cpu or not engine.runs_experts(layer):
         return None
-    return BoundExperts(slab, table, (gate_up_bias, down_bias), sizes, activation)
+    return BoundExperts(layer)
 
 
 def missing_triton() -> str | None:
@@ -263,69 +230,47 @@ def missing_triton() -> str | None:
     return None
 
 
-def gpu_layout(weights: Iterable[PackedWeight | None]) -> bool:
+def gpu_layout(weights: Iterable[PackedWeight]) -> bool:
     """Whether these weights shall be repacked: they are on a CUDA device with a Triton that computes their formats.
 
     Of lattice formats it computes E8P with Hadamard transforms; others stay as they are, for the reference. Raises
     DeviceError when the GPU is too old for the kernels.
     """
-    present = [w for w in weights if w is not None]
-    device = present[0].packed.device
+    present = iter(weights)  # thousands, of which most callers need the first alone
+    first = next(present)
+    device = first.packed.device
     if device.type != "cuda" or missing_triton():
         return False
-    from trilobite.kernels.gpu import launch as triton_launch
-    from trilobite.kernels.gpu.layout import pack as triton_layout
+    from trilobite.kernels.gpu.launch import check_device
+    from trilobite.kernels.gpu.layout import pack
 
-    triton_launch.check_device(device)
-    return all(triton_layout.computes(w.format) for w in present if w.lattice is not None)
+    check_device(device)
+    return all(pack.computes(w.format) for w in (first, *present) if w.lattice is not None)
 
 
-def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> "Pack":
+def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> Pack:
     """Packed weights in the GPU layout: (gate, up, down) of every expert, or the one matrix of a linear layer.
 
     Raises ShapeError for a format that the GPU kernels do not compute, DeviceError when memory does not suffice.
     """
-    from trilobite.kernels.gpu import rotated as triton_rotated
-    from trilobite.kernels.gpu.layout import pack as triton_layout
+    from trilobite.kernels.gpu import rotated
+    from trilobite.kernels.gpu.layout import pack
 
-    pack = triton_layout.repack(rows)
-    triton_rotated.upload(w for row in rows for w in row if w is not None)
-    return pack
+    made = pack.repack(rows)
+    rotated.upload(w for row in rows for w in row if w is not None)
+    return made
 
 
-def restore(pack: "Pack", shapes: Sequence[tuple[int, int]]) -> list[list[PackedWeight | None]]:
+def restore(packed: Pack) -> list[list[PackedWeight | None]]:
     """The weights as stored, bit for bit (but for double quantization): inverse of `repack`."""
-    from trilobite.kernels.gpu.layout import pack as triton_layout
+    from trilobite.kernels.gpu.layout import pack
 
-    return triton_layout.restore(pack, shapes)
-
-
-def linear_gpu(x: Tensor, pack: "Pack", bias: Tensor | None, rows: int) -> Tensor:
-    """`linear` on a weight [rows, K] in the GPU layout. Raises ShapeError or DeviceError."""
-    return torch.ops.trilobite.linear_gpu(x, pack.slab, pack.table, bias, pack.spec, rows)  # type: ignore[no-any-return]
+    return pack.restore(packed)
 
 
-def experts_gpu(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    pack: "Pack",
-    *,
-    intermediate: int,
-    activation: str,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Tensor:
-    """`experts` on weights in the GPU layout. Raises ShapeError, ArchitectureError or DeviceError."""
-    return torch.ops.trilobite.experts_gpu(  # type: ignore[no-any-return]
-        x,
-        top_k_index,
-        top_k_weights,
-        pack.slab,
-        pack.table,
-        gate_up_bias,
-        down_bias,
-        intermediate,
-        activation,
-        pack.spec,
-    )
+def linear_gpu(x: Tensor, w: Pack, bias: Tensor | None = None) -> Tensor:
+    """`linear` on one weight in the GPU layout. Raises ShapeError or DeviceError."""
+    ((n, k),) = w.shapes
+    if x.shape[-1] != k:
+        raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={k}")
+    return torch.ops.trilobite.linear_gpu(x, w.slab, w.table, bias, spec_of(w.codings), n)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from trilobite.errors import ArchitectureError
 from trilobite.formats.incoherence import Spin
 from trilobite.formats.weight import PackedWeight, decode_factor, dequantize, rotated, spins
 from trilobite.kernels.expert_table import DOWN, GATE, UP, expert_weight
+from trilobite.kernels.layer import ExpertsLayer
 
 GPT_OSS = "gpt_oss"
 """Name of gpt-oss's clamped gate: the only gated activation that is not act(gate) * up."""
@@ -119,44 +120,32 @@ def gate_fn(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda gate, up: act(gate) * up
 
 
-def experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    slab: Tensor,
-    table: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    intermediate: int,
-    activation: str,
-) -> Tensor:
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer) -> Tensor:
     """Sum over a token's experts of weight * down(act(gate(x)) * up(x)), in float32.
 
     x: [T, H]    top_k_index: [T, A] int64, E and above = no expert    top_k_weights: [T, A]
-    slab, table: see `expert_table`    gate_up_bias: [E, 2I], gate first, [E, I] without gates, or None
-    down_bias: [E, H] or None
-    returns: [T, H] in x.dtype
+    layer: as stored    returns: [T, H] in x.dtype
     """
-    hidden = x.shape[1]
-    inputs, act = _Inputs(x.float()), gate_fn(activation)
+    shape = layer.intermediate, layer.hidden
+    inputs, act = _Inputs(x.float()), gate_fn(layer.activation)
     outputs = _Outputs(inputs.x)
-    for e in range(table.shape[0]):
+    for e in range(layer.table.shape[0]):
         token, slot = torch.where(top_k_index == e)
         if token.numel() == 0:
             continue
-        up = expert_weight(slab, table[e, UP], (intermediate, hidden))
-        gate = expert_weight(slab, table[e, GATE], (intermediate, hidden))
-        down = expert_weight(slab, table[e, DOWN], (hidden, intermediate))
+        up = expert_weight(layer.slab, layer.table[e, UP], shape)
+        gate = expert_weight(layer.slab, layer.table[e, GATE], shape)
+        down = expert_weight(layer.slab, layer.table[e, DOWN], shape[::-1])
         assert up is not None
         assert down is not None
         weight = top_k_weights[token, slot, None].float()
-        bias = inputs.x.new_zeros(1) if gate_up_bias is None else gate_up_bias[e].float()
-        gate_bias, up_bias = bias[:intermediate], bias[-intermediate:]
+        bias = inputs.x.new_zeros(1) if layer.gate_up_bias is None else layer.gate_up_bias[e].float()
+        gate_bias, up_bias = bias[: layer.intermediate], bias[-layer.intermediate :]
         if gate is None:
-            h = ACT2FN[activation](inputs.times(up, token) + up_bias)
+            h = ACT2FN[layer.activation](inputs.times(up, token) + up_bias)
         else:
             h = act(inputs.times(gate, token) + gate_bias, inputs.times(up, token) + up_bias)
         outputs.add(h, down, token, weight)
-        if down_bias is not None:
-            outputs.add_bias(down_bias[e], token, weight)
+        if layer.down_bias is not None:
+            outputs.add_bias(layer.down_bias[e], token, weight)
     return outputs.total().to(x.dtype).contiguous()

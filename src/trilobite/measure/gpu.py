@@ -15,9 +15,11 @@ from trilobite.formats.affine import packed_shape
 from trilobite.formats.incoherence import draw_signs
 from trilobite.formats.lattice import Record
 from trilobite.formats.weight import PackedWeight, encode_factor, stored_shapes
+from trilobite.kernels.expert_table import DOWN
 from trilobite.kernels.gpu.experts import experts as run_experts
-from trilobite.kernels.gpu.layout.pack import Pack, Place, repack
+from trilobite.kernels.gpu.layout.pack import Place, repack
 from trilobite.kernels.gpu.linear import linear as run_linear
+from trilobite.kernels.layer import ExpertsLayer, Pack
 from trilobite.measure.shapes import Layer
 from trilobite.recipe import AnyFormat, Format, LatticeFormat
 
@@ -88,7 +90,7 @@ def random_layer(layer: Layer, fmt: AnyFormat, device: torch.device, rank: int =
     places = table[..., Place.WORDS : Place.RANK]
     shift = torch.arange(layer.experts, device=device)[:, None, None] * one.slab.numel()
     table[..., Place.WORDS : Place.RANK] = torch.where(places < 0, places, places + shift)
-    return Pack(slab=one.slab.repeat(layer.experts), table=table, codings=one.codings)
+    return replace(one, slab=one.slab.repeat(layer.experts), table=table)
 
 
 def routing(layer: Layer, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -178,29 +180,31 @@ def expert_calls(
     """The operator on random activations, once for each routing (default: those of `routings`)."""
     device = pack.slab.device
     x = torch.randn(tokens, layer.hidden, device=device, dtype=torch.bfloat16)
-    packs = copies(pack)
+    layers = [experts_layer(p) for p in copies(pack)]
     return [
-        partial(
-            run_experts,
-            x,
-            index,
-            weights,
-            packs[i % len(packs)].slab,
-            pack.table,
-            None,
-            None,
-            layer.intermediate,
-            "silu",
-            pack.spec,
-        )
+        partial(run_experts, x, index, weights, layers[i % len(layers)])
         for i, (index, weights) in enumerate(routed or routings(layer, tokens, device))
     ]
 
 
-def linear_calls(packs: list[Pack], n: int, k: int, tokens: int) -> list[Callable[[], object]]:
+def experts_layer(pack: Pack, activation: str = "silu") -> ExpertsLayer:
+    """Experts in the GPU layout as the operator takes them, without biases."""
+    hidden, intermediate = pack.shapes[DOWN]
+    return ExpertsLayer(
+        slab=pack.slab,
+        table=pack.table,
+        codings=pack.codings,
+        hidden=hidden,
+        intermediate=intermediate,
+        activation=activation,
+    )
+
+
+def linear_calls(packs: list[Pack], tokens: int) -> list[Callable[[], object]]:
     """The operator on random activations, once for each of several weights."""
+    ((_, k),) = packs[0].shapes
     x = torch.randn(tokens, k, device=packs[0].slab.device, dtype=torch.bfloat16)
-    return [partial(run_linear, x, p.slab, p.table, None, p.spec, n) for p in packs]
+    return [partial(run_linear, x, p, None) for p in packs]
 
 
 def hit_experts(layer: Layer, tokens: int) -> float:

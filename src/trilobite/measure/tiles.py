@@ -46,7 +46,7 @@ def tune(device: torch.device, report: Callable[[str], None]) -> None:
         return [expert_calls(la, pack, t) for (la, pack), t in zip(layers, tokens, strict=True)]
 
     def linear_at(each: int) -> list[list[Callable[[], object]]]:
-        return [linear_calls(matrix, 4096, 4096, each)]
+        return [linear_calls(matrix, each)]
 
     for operation, sizes, calls_at in (
         ("linear", (1, 2, 4, 8, 16, 32, 64, 256), linear_at),

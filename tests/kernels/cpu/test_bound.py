@@ -4,10 +4,11 @@ import copy
 import pickle
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from support.packing import packed_weight, relative_error
+from support.packing import packed_weight, relative_error, stored_layer
 from torch import Tensor, nn
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -16,15 +17,28 @@ from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.expert_table import build
+from trilobite.kernels.layer import ExpertsLayer
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
+from trilobite.runtime.modules.residence import AsStored, PackedModule
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
 
 
 def _linear(w: PackedWeight, bias: torch.nn.Parameter | None = None) -> PackedLinear:
     return PackedLinear(w.shape, w.tensors(), bias)
+
+
+def _layer(module: PackedExperts) -> ExpertsLayer:
+    """Where its weights lie, with the biases that it has."""
+    residence = module.settle() if module.residence is None else module.residence
+    return module.layer(residence.slab, residence.table)  # type: ignore[attr-defined]
+
+
+def _binding(module: PackedModule) -> ops.Binding[Callable[..., Tensor] | None]:
+    assert isinstance(module.residence, AsStored)
+    assert module.residence.binding is not None
+    return module.residence.binding
 
 
 def test_a_bound_call_follows_the_tensors_of_its_module() -> None:
@@ -112,21 +126,16 @@ def _replace_slab(module: PackedExperts) -> None:
         assert matrix is not None
         assert other is not None
         matrix.replace(other.packed())
-    module.gather()
+    module.residence = None
 
 
 def _swap_slab(module: PackedExperts) -> None:
     """Other bytes under the same tensor."""
-    other = _gpt_oss(seed=50)
-    other.gather()
-    assert module.slab is not None
-    assert other.slab is not None
-    module.slab.data = other.slab
+    _layer(module).slab.data = _layer(_gpt_oss(seed=50)).slab
 
 
 def _flip_table(module: PackedExperts) -> None:
-    assert module.table is not None
-    module.table = module.table.flip(0)
+    module.residence.table = module.residence.table.flip(0)  # type: ignore[union-attr]
 
 
 EXPERT_CHANGES: dict[str, Callable[[PackedExperts], object]] = {
@@ -155,15 +164,13 @@ def test_bound_experts_follow_changes(
     module.down_proj_bias = _fixed(module.down_proj_bias.to(down_dtype))
     inputs = torch.randn(5, H), torch.randint(0, E, (5, 2)), torch.rand(5, 2)
     before = module(*inputs)
-    assert module._bound is not None
-    assert module._bound.call is not None
+    assert _binding(module).made is not None
     change(module)
     gate_up, down = module.gate_up_proj_bias, module.down_proj_bias
     assert gate_up is not None
-    assert module.slab is not None
-    assert module.table is not None
     halves = torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), 1)
-    expected = reference.experts(*inputs, module.slab, module.table, halves, down, INTER, "gpt_oss")
+    layer = replace(_layer(module), gate_up_bias=halves, down_bias=down)
+    expected = reference.experts(*inputs, layer)
     assert relative_error(before, expected) > 1e-3
     assert relative_error(module(*inputs), expected) < 1e-5
 
@@ -174,7 +181,7 @@ def test_an_unchanged_module_keeps_its_binding() -> None:
     for _ in range(2):
         experts(torch.randn(1, H), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
         linear(torch.randn(1, 64))
-        bound.append((experts._bound, linear._bound))
+        bound.append((_binding(experts), _binding(linear)))
     assert bound[0][0] is bound[1][0] is not None
     assert bound[0][1] is bound[1][1] is not None
 
@@ -192,9 +199,7 @@ def test_modules_of_inference_tensors_bind() -> None:
         found, y = module(*inputs), linear(torch.ones(1, 64))
     gate_up = module.gate_up_proj_bias
     halves = torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), 1)
-    assert module.slab is not None
-    assert module.table is not None
-    expected = reference.experts(*inputs, module.slab, module.table, halves, None, INTER, "gpt_oss")
+    expected = reference.experts(*inputs, replace(_layer(module), gate_up_bias=halves, down_bias=None))
     assert relative_error(found, expected) < 1e-5
     assert torch.equal(y, linear(torch.ones(1, 64)))
 
@@ -211,15 +216,13 @@ def test_bound_calls_keep_the_memory_that_they_read() -> None:
     (packed, packed_memory), (bias, bias_memory) = _traced(w.packed), _traced(torch.randn(48))
     linear = ops.bind_linear(PackedWeight(shape=w.shape, packed=packed), bias)
     assert linear is not None
-    layer = _gpt_oss()
-    layer.gather()
-    assert layer.slab is not None
-    assert layer.table is not None
+    layer = _layer(_gpt_oss())
     slab, slab_memory = _traced(layer.slab)
     down, down_memory = _traced(torch.randn(E, H))
     table, table_memory = _traced(layer.table)
-    sizes = {"hidden": H, "intermediate": INTER}
-    experts = ops.bind_experts(slab, table, activation="silu", down_bias=down, **sizes)
+    layer = replace(layer, slab=slab, table=table, activation="silu", gate_up_bias=None, down_bias=down)
+    experts = ops.bind_experts(layer)
+    del layer
     assert experts is not None
     inputs = x, torch.tensor([[0], [2]]), torch.ones(2, 1)
     before = linear(x), experts(*inputs)
@@ -243,8 +246,8 @@ def test_copies_bind_to_their_own_tensors(again: Callable[[PackedLinear], Packed
     twin = again(module)
     twin.weight_packed.zero_()
     assert not torch.equal(twin(x), before)
-    assert twin._bound is not None
-    assert twin._bound.call is not None
+    assert _binding(twin).made is not None
+    assert _binding(twin) is not _binding(module)
     assert torch.equal(module(x), before)
 
 
@@ -261,34 +264,33 @@ def test_bound_calls_refuse_what_does_not_fit() -> None:
     with pytest.raises(ShapeError, match="matrix needs"):
         ops.bind_linear(PackedWeight(shape=(32, 64), packed=w.packed[:1]), None)
     up, down = packed_weight(64, 32, "int3-g32"), packed_weight(32, 64, "int3-g32")
-    slab, table = build([(up, up, down)] * 2)
-    layer = ops.bind_experts(slab, table, hidden=32, intermediate=64, activation="silu")
+    stored = stored_layer([(up, up, down)] * 2)
+    layer = ops.bind_experts(stored)
     assert layer is not None
     index, weights = torch.tensor([[0]]), torch.ones(1, 1)
     with pytest.raises(ShapeError, match="H=32"):
         layer(torch.randn(1, 64), index, weights)
     with pytest.raises(ShapeError, match="slab"):
-        ops.bind_experts(slab[:100], table, hidden=32, intermediate=64, activation="silu")(  # type: ignore[misc]
+        ops.bind_experts(replace(stored, slab=stored.slab[:100]))(  # type: ignore[misc]
             torch.randn(1, 32), index, weights
         )
 
 
 def test_what_no_backend_binds_runs_in_the_operators() -> None:
     up, down = packed_weight(64, 32, "int3-g32"), packed_weight(32, 64, "int3-g32")
-    slab, table = build([(up, up, down)])
-    assert ops.bind_experts(slab, table, hidden=32, intermediate=64, activation="elu") is None
+    assert ops.bind_experts(stored_layer([(up, up, down)], "elu")) is None
     assert ops.bind_linear(PackedWeight(shape=(32, 64), packed=down.packed.to("meta")), None) is None
 
 
 def test_a_layer_is_used_by_several_calls_at_a_time() -> None:
     up, down = packed_weight(64, 32, "int3-g32"), packed_weight(32, 64, "int3-g32")
-    slab, table = build([(up, up, down)] * 4)
-    layer = ops.bind_experts(slab, table, hidden=32, intermediate=64, activation="silu")
+    stored = stored_layer([(up, up, down)] * 4)
+    layer = ops.bind_experts(stored)
     assert layer is not None
     for tokens in (1, 7, 2):
         x, weights = torch.randn(tokens, 32), torch.rand(tokens, 2)
         index = torch.randint(0, 5, (tokens, 2))
-        expected = reference.experts(x, index, weights, slab, table, None, None, 64, "silu")
+        expected = reference.experts(x, index, weights, stored)
         assert torch.allclose(layer(x, index, weights), expected, atol=1e-5)
 
 

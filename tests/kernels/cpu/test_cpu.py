@@ -5,18 +5,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.packing import packed_weight, relative_error
+from support.packing import packed_weight, relative_error, stored_layer
 
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.expert_table import Column, build
+from trilobite.kernels.expert_table import Column
+from trilobite.kernels.layer import ExpertsLayer
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
 
@@ -183,11 +185,11 @@ def test_a_flipped_bit_is_seen(tier: str) -> None:
 HIDDEN, INTERMEDIATE, EXPERTS = 128, 96, 5
 
 
-def _layer(formats: list[str], *, rank: int = 0, gated: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def _layer(formats: list[str], *, rank: int = 0, gated: bool = True) -> ExpertsLayer:
     def one(e: int, p: int, n: int, k: int) -> PackedWeight:
         return packed_weight(n, k, formats[(e + p) % len(formats)], rank=rank, seed=10 * e + p)
 
-    return build(
+    return stored_layer(
         [
             (
                 one(e, 0, INTERMEDIATE, HIDDEN) if gated else None,
@@ -209,18 +211,11 @@ def _both(
     x: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
-    layer: tuple[torch.Tensor, torch.Tensor],
+    layer: ExpertsLayer,
     **more: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = {
-        "intermediate": INTERMEDIATE,
-        "activation": "silu",
-        "gate_up_bias": None,
-        "down_bias": None,
-        **more,
-    }
-    actual = ops.experts(x, index, weights, *layer, **arguments)  # type: ignore[arg-type]
-    return actual, reference.experts(x, index, weights, *layer, **arguments)  # type: ignore[arg-type]
+    layer = replace(layer, **more)  # type: ignore[arg-type]
+    return ops.experts(x, index, weights, layer), reference.experts(x, index, weights, layer)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +272,7 @@ def test_unusual_routing(tier: str) -> None:
     for name, index in cases.items():
         actual, expected = _both(x, index, weights, layer)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=name)
-    assert ops.experts(
-        x[:0], cases["nobody"][:0], weights[:0], *layer, intermediate=INTERMEDIATE, activation="silu"
-    ).shape == (
-        0,
-        HIDDEN,
-    )
+    assert ops.experts(x[:0], cases["nobody"][:0], weights[:0], layer).shape == (0, HIDDEN)
 
 
 def test_one_bad_token_leaves_the_others(tier: str) -> None:
@@ -341,21 +331,15 @@ def test_linear_refuses_what_does_not_fit() -> None:
 
 
 def test_experts_refuse_what_does_not_fit() -> None:
-    slab, table = _layer(["int3-g32"], rank=2)
+    layer = _layer(["int3-g32"], rank=2)
+    slab, table = layer.slab, layer.table
     x, (index, weights) = _x(3, HIDDEN), _routing(3)
     index[0, 0] = 1
 
-    def run(**more: object) -> None:
-        t = {"x": x, "index": index, "weights": weights, "slab": slab, "table": table, **more}
-        ops.experts(
-            t["x"],
-            t["index"],
-            t["weights"],
-            t["slab"],
-            t["table"],
-            intermediate=INTERMEDIATE,
-            activation="silu",
-        )  # type: ignore[arg-type]
+    def run(
+        x: torch.Tensor = x, index: torch.Tensor = index, weights: torch.Tensor = weights, **more: object
+    ) -> None:
+        ops.experts(x, index, weights, replace(layer, **more))  # type: ignore[arg-type]
 
     run()
     _refused(lambda: run(x=x[0]), "expected \\[T, H\\]")
@@ -364,7 +348,7 @@ def test_experts_refuse_what_does_not_fit() -> None:
     _refused(lambda: run(slab=slab[:100]), "does not fit a slab of 100 bytes")
     _refused(lambda: run(slab=slab.float()), "slab")
     _refused(lambda: run(table=table[..., :9]), "table")
-    _refused(lambda: run(x=_x(3, 100)), "does not divide")
+    _refused(lambda: run(x=_x(3, 100), hidden=100), "does not divide")
     wrong = {
         Column.PACKED: slab.numel() - 10,
         Column.LRA: slab.numel(),
@@ -382,7 +366,7 @@ def test_experts_refuse_what_does_not_fit() -> None:
     bad[1, 2, Column.PACKED] = -1
     _refused(lambda: run(table=bad), "no up or down")
     biases = {"gate_up_bias": torch.zeros(EXPERTS, INTERMEDIATE)}
-    _refused(lambda: _both(x, index, weights, (slab, table), **biases), "gate_up_bias")
+    _refused(lambda: _both(x, index, weights, layer, **biases), "gate_up_bias")
     bad = table.clone()
     bad[1, 0, Column.PACKED] = -1
     _refused(lambda: run(table=bad), "expected all or none")
@@ -400,7 +384,7 @@ def test_python_threads_share_the_engine() -> None:
 
     def work() -> None:
         for _ in range(20):
-            y = ops.experts(x, index, weights, *layer, intermediate=INTERMEDIATE, activation="silu")
+            y = ops.experts(x, index, weights, layer)
             errors.append(relative_error(y, expected))
 
     before = torch.get_num_threads()
@@ -443,7 +427,7 @@ def test_a_forked_child_starts_its_own_threads() -> None:
 INFO = "from trilobite.kernels.cpu import engine as cpu; i = cpu.info(); print(i['available'], i['tier'], i['threads'])"
 WITHOUT = """
 import torch
-from support.packing import packed_weight, relative_error
+from support.packing import packed_weight, relative_error, stored_layer
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels import ops, reference
 w, x = packed_weight(32, 64, "int3-g64"), torch.randn(2, 64)

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from support.packing import lattice_weight, packed_weight, relative_error
+from support.packing import lattice_weight, packed_weight, relative_error, stored_layer
 from torch import Tensor
 
 from trilobite.errors import ShapeError
@@ -14,7 +15,8 @@ from trilobite.formats.incoherence import draw_signs, read_signs, store_signs
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.expert_table import Column, build, has_gates
+from trilobite.kernels.expert_table import Column, has_gates
+from trilobite.kernels.layer import ExpertsLayer
 from trilobite.recipe import LatticeFormat, parse_format
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
@@ -122,7 +124,7 @@ def _expert(e: int, name: str, *, rank: int = 0, tuned: bool = False) -> Expert:
     return gate, up, down
 
 
-def _layer(kind: str) -> tuple[Tensor, Tensor]:
+def _layer(kind: str) -> ExpertsLayer:
     """All alike; with compensators; affine, tuned and residual ones in one layer; without gates."""
     if kind == "mixed":
         rows = [
@@ -132,10 +134,10 @@ def _layer(kind: str) -> tuple[Tensor, Tensor]:
             _expert(3, "e8p-2", rank=3),
             (*_expert(4, "e8p-2")[:2], _expert(4, "int4-g32")[2]),
         ]
-        return build(rows)
+        return stored_layer(rows)
     rank = 4 if kind == "compensated" else 0
     rows = [_expert(e, "e8p-2", rank=rank) for e in range(EXPERTS)]
-    return build([(None, *row[1:]) if kind == "no gates" else row for row in rows])
+    return stored_layer([(None, *row[1:]) if kind == "no gates" else row for row in rows])
 
 
 def _routing(tokens: int) -> tuple[Tensor, Tensor]:
@@ -146,22 +148,12 @@ def _routing(tokens: int) -> tuple[Tensor, Tensor]:
     return index, torch.rand(tokens, 2, generator=generator)
 
 
-def _both(x: Tensor, layer: tuple[Tensor, Tensor], bias: bool = False) -> tuple[Tensor, Tensor]:
+def _both(x: Tensor, layer: ExpertsLayer, bias: bool = False) -> tuple[Tensor, Tensor]:
     index, weights = _routing(len(x))
-    gate_up = _x(EXPERTS, (1 + has_gates(layer[1])) * INTERMEDIATE, seed=3) if bias else None
-    down = _x(EXPERTS, HIDDEN, seed=4) if bias else None
-    found = ops.experts(
-        x,
-        index,
-        weights,
-        *layer,
-        intermediate=INTERMEDIATE,
-        activation="silu",
-        gate_up_bias=gate_up,
-        down_bias=down,
-    )
-    expected = reference.experts(x, index, weights, *layer, gate_up, down, INTERMEDIATE, "silu")
-    return found, expected
+    if bias:
+        gate_up = _x(EXPERTS, (1 + has_gates(layer.table)) * INTERMEDIATE, seed=3)
+        layer = replace(layer, gate_up_bias=gate_up, down_bias=_x(EXPERTS, HIDDEN, seed=4))
+    return ops.experts(x, index, weights, layer), reference.experts(x, index, weights, layer)
 
 
 @pytest.mark.usefixtures("native_only")
@@ -228,7 +220,8 @@ def test_what_the_library_does_not_run_the_reference_does(name: str, monkeypatch
 
 
 def test_a_table_that_does_not_fit_is_refused() -> None:
-    slab, table = _layer("alike")
+    layer = _layer("alike")
+    slab, table = layer.slab, layer.table
     index, weights = torch.ones(2, 1, dtype=torch.int64), torch.ones(2, 1)
     wrong = {
         Column.PACKED: slab.numel() - 10,
@@ -241,8 +234,8 @@ def test_a_table_that_does_not_fit_is_refused() -> None:
         bad = table.clone()
         bad[1, :, column] = value
         with pytest.raises(ShapeError, match=r"does not fit|record says"):
-            cpu.experts(_x(2, HIDDEN), index, weights, slab, bad, None, None, INTERMEDIATE, "silu")
+            cpu.experts(_x(2, HIDDEN), index, weights, replace(layer, table=bad))
     grid = slab.clone()
     grid[table[1, 1, Column.LATTICE]] = 1
     with pytest.raises(ShapeError, match="codebook 1"):
-        cpu.experts(_x(2, HIDDEN), index, weights, grid, table, None, None, INTERMEDIATE, "silu")
+        cpu.experts(_x(2, HIDDEN), index, weights, replace(layer, slab=grid))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.packing import lattice_weight, packed_weight, relative_error
+from support.packing import gpu_layer, lattice_weight, packed_weight, relative_error, stored_layer
 from torch import nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -19,6 +19,7 @@ from trilobite.kernels.gpu.device import tile as triton_tile
 from trilobite.kernels.gpu.launch import aligned
 from trilobite.kernels.gpu.layout.pack import RANKS, Place
 from trilobite.kernels.gpu.tuning import Tile, fitted, forcing
+from trilobite.kernels.layer import spec_of
 from trilobite.runtime.modules.linear import PackedLinear
 
 pytestmark = pytest.mark.skipif(
@@ -56,7 +57,7 @@ def layer(fmt: str, rank: int = 0) -> list[tuple[PackedWeight | None, PackedWeig
 @pytest.mark.parametrize(("fmt", "form"), [*(("int3-g32", form) for form in FORMS), ("e8p-3", "factored")])
 def test_values_that_are_not_finite_stay_with_their_token(fmt: str, form: str, bad: float) -> None:
     weights, index = layer(fmt, rank=5), torch.tensor([[0, 1], [1, 2], [2, 0], [3, 1]])
-    pack, tile = ops.repack(weights), FORMS[form]
+    packed, tile = gpu_layer(weights), FORMS[form]
     x = torch.randn(4, H, generator=torch.Generator().manual_seed(0))
     share = torch.ones(4, 2)
     tiles = {
@@ -65,12 +66,12 @@ def test_values_that_are_not_finite_stay_with_their_token(fmt: str, form: str, b
         "lattice": TILE,
         "rank": replace(tile, block_n=16),
     }
-    expected = reference.experts(x, index, share, *build(weights), None, None, I, "silu")
+    expected = reference.experts(x, index, share, stored_layer(weights))
     with forcing(tiles):
-        good = ops.experts_gpu(x, index, share, pack, intermediate=I, activation="silu")
+        good = ops.experts(x, index, share, packed)
         assert relative_error(good, expected) < 1e-5
         x[1, 3] = bad
-        y = ops.experts_gpu(x, index, share, pack, intermediate=I, activation="silu")
+        y = ops.experts(x, index, share, packed)
     assert not y[1].isfinite().any()
     assert torch.equal(y[[0, 2, 3]], good[[0, 2, 3]])
 
@@ -80,7 +81,7 @@ def test_a_bias_with_gaps(fmt: str) -> None:
     w = lattice_weight(24, 64, fmt) if fmt.startswith("e8p") else packed_weight(24, 64, fmt)
     x, bias = torch.randn(2, 64), torch.randn(48)[::2]
     with forcing({"linear": TILE, "lattice": TILE}):
-        y = ops.linear_gpu(x, ops.repack([[w]]), bias, 24)
+        y = ops.linear_gpu(x, ops.repack([[w]]), bias)
     assert relative_error(y, reference.linear(x, w, bias)) < 1e-5
 
 
@@ -89,8 +90,8 @@ def test_indices_beyond_32_bits_are_nobody(tokens: int) -> None:
     weights = layer("int3-g32")
     x, index = torch.randn(tokens, H), torch.tensor([[0, 2**32], [1, 2]])[:tokens]
     share = torch.ones(tokens, 2)
-    y = ops.experts_gpu(x, index, share, ops.repack(weights), intermediate=I, activation="silu")
-    expected = reference.experts(x, index, share, *build(weights), None, None, I, "silu")
+    y = ops.experts(x, index, share, gpu_layer(weights))
+    expected = reference.experts(x, index, share, stored_layer(weights))
     assert relative_error(y, expected) < 1e-5
 
 
@@ -98,7 +99,7 @@ def test_a_tile_cut_down_to_few_slots_has_one_group_of_a_compensator() -> None:
     w, x = packed_weight(128, 64, "int3-g64", rank=4), torch.randn(1, 64)
     tile = fitted(Tile(tokens=1, form="scaled", block_n=128, block_m=64, splits=1, stages=1), 1)
     with forcing({"linear": tile, "rank": replace(TILE, block_n=16)}):
-        y = ops.linear_gpu(x, ops.repack([[w]]), None, 128)
+        y = ops.linear_gpu(x, ops.repack([[w]]))
     assert relative_error(y, reference.linear(x, w)) < 1e-5
 
 
@@ -118,7 +119,7 @@ def test_results_are_contiguous_whatever_the_activations_are(gpu: bool) -> None:
     pack = ops.repack(weights)
     operator = torch.ops.trilobite.experts_gpu if gpu else torch.ops.trilobite.experts
     parts = (pack.slab, pack.table) if gpu else build(weights)
-    arguments = (x, index, share, *parts, None, None, I, "silu", *([pack.spec] if gpu else []))
+    arguments = (x, index, share, *parts, None, None, I, "silu", *([spec_of(pack.codings)] if gpu else []))
     torch.library.opcheck(operator.default, arguments)
 
 

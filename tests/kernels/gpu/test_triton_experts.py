@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.packing import packed_weight, relative_error
+from support.packing import gpu_layer, packed_weight, relative_error, stored_layer
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from support import triton_interpreter
@@ -12,10 +12,10 @@ from support import triton_interpreter
 from trilobite.errors import ArchitectureError, ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
-from trilobite.kernels.expert_table import build
 from trilobite.kernels.gpu import experts as triton_experts
 from trilobite.kernels.gpu.experts import ACTIVATIONS, make_rows
 from trilobite.kernels.gpu.tuning import Tile, forcing
+from trilobite.kernels.layer import spec_of
 
 pytestmark = pytest.mark.skipif(
     not triton_interpreter.available(), reason="Triton was imported without TRITON_INTERPRET"
@@ -57,19 +57,9 @@ def compare(
     width = I if weights[0][0] is None else 2 * I
     gate_up = 5 * torch.randn(len(weights), width, generator=generator).to(dtype) if biases else None
     down = torch.randn(len(weights), H, generator=generator).to(dtype) if biases else None
-    slab, table = build(weights)
-    expected = reference.experts(x, index, share, slab, table, gate_up, down, I, activation)
+    expected = reference.experts(x, index, share, stored_layer(weights, activation, gate_up, down))
     with forcing({"gate_up": tile, "down": tile, "rank": replace(tile, block_n=16)}):
-        found = ops.experts_gpu(
-            x,
-            index,
-            share,
-            ops.repack(weights),
-            intermediate=I,
-            activation=activation,
-            gate_up_bias=gate_up,
-            down_bias=down,
-        )
+        found = ops.experts(x, index, share, gpu_layer(weights, activation, gate_up, down))
     assert found.dtype == dtype
     return relative_error(found, expected)
 
@@ -94,12 +84,11 @@ def test_routings(routing: str, tile: Tile) -> None:
 
 
 def test_nobody_has_an_expert() -> None:
-    weights = make(2)
-    pack = ops.repack(weights)
+    layer = gpu_layer(make(2))
     x, index = torch.randn(3, H), torch.full((3, 2), 2)
-    y = ops.experts_gpu(x, index, torch.rand(3, 2), pack, intermediate=I, activation="silu")
+    y = ops.experts(x, index, torch.rand(3, 2), layer)
     assert torch.equal(y, torch.zeros(3, H))
-    y = ops.experts_gpu(x[:0], index[:0], torch.rand(0, 2), pack, intermediate=I, activation="silu")
+    y = ops.experts(x[:0], index[:0], torch.rand(0, 2), layer)
     assert y.shape == (0, H)
 
 
@@ -190,31 +179,30 @@ def test_the_grid_is_never_too_small(counts: list[int]) -> None:
 
 
 def test_tokens_do_not_touch_each_other() -> None:
-    weights, index = make(3), torch.tensor([[0, 1], [1, 2], [2, 0]])
-    pack = ops.repack(weights)
+    layer, index = gpu_layer(make(3)), torch.tensor([[0, 1], [1, 2], [2, 0]])
     x = torch.randn(3, H, generator=torch.Generator().manual_seed(0))
     share = torch.ones(3, 2)
-    good = ops.experts_gpu(x, index, share, pack, intermediate=I, activation="silu")
+    good = ops.experts(x, index, share, layer)
     x[1] = torch.nan
-    y = ops.experts_gpu(x, index, share, pack, intermediate=I, activation="silu")
+    y = ops.experts(x, index, share, layer)
     assert y[1].isnan().all()
     assert torch.equal(y[::2], good[::2])
 
 
 def test_a_lost_expert_is_noticed() -> None:
     weights = make(2)
-    slab, table = build(weights)
     x, index, share = torch.randn(1, H), torch.tensor([[0, 1]]), torch.ones(1, 2)
-    expected = reference.experts(x, index, share, slab, table, None, None, I, "silu")
+    expected = reference.experts(x, index, share, stored_layer(weights))
     lost = torch.tensor([[0, 2]])
-    y = ops.experts_gpu(x, lost, share, ops.repack(weights), intermediate=I, activation="silu")
+    y = ops.experts(x, lost, share, gpu_layer(weights))
     assert relative_error(y, expected) > 0.1
 
 
 def _arguments() -> tuple[object, ...]:
     pack = ops.repack(make(2))
     index = torch.tensor([[0, 1]])
-    return torch.randn(1, H), index, torch.rand(1, 2), pack.slab, pack.table, None, None, I, "silu", pack.spec
+    weights = pack.slab, pack.table, None, None, I, "silu", spec_of(pack.codings)
+    return torch.randn(1, H), index, torch.rand(1, 2), *weights
 
 
 def test_opcheck() -> None:
@@ -222,13 +210,13 @@ def test_opcheck() -> None:
 
 
 def test_compile_without_graph_breaks() -> None:
-    pack, index, share = ops.repack(make(2)), torch.tensor([[0, 1]]), torch.rand(1, 2)
+    layer, index, share = gpu_layer(make(2)), torch.tensor([[0, 1]]), torch.rand(1, 2)
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        return ops.experts_gpu(x + 1, index, share, pack, intermediate=I, activation="silu") * 2
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return ops.experts(x + 1, index, share, layer) * 2
 
     x = torch.randn(1, H)
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.packing import lattice_weight, packed_weight, relative_error
+from support.packing import gpu_layer, lattice_weight, packed_weight, relative_error, stored_layer
 
 pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl
@@ -16,7 +16,6 @@ from trilobite.errors import ShapeError
 from trilobite.formats import lattice
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
-from trilobite.kernels.expert_table import build
 from trilobite.kernels.gpu import rotated as triton_rotated
 from trilobite.kernels.gpu.device import decode as triton_decode
 from trilobite.kernels.gpu.layout.codewords import column_of, pack_codewords, tables, unpack_codewords
@@ -82,7 +81,7 @@ def test_columns_are_permuted_within_32() -> None:
 @pytest.mark.parametrize(("rank", "tuned"), [(0, False), (3, True)])
 def test_stored_bytes_come_back(name: str, rank: int, tuned: bool) -> None:
     w = lattice_weight(50, 168, name, rank=rank, tuned=tuned)  # bits of signs that fill no word
-    [[back]] = restore(repack([[w]]), [w.shape])
+    [[back]] = restore(repack([[w]]))
     assert back is not None
     assert back.tensors().keys() == w.tensors().keys()
     for suffix, tensor in w.tensors().items():
@@ -93,7 +92,7 @@ def test_a_flipped_bit_is_noticed() -> None:
     w = lattice_weight(16, 128)
     pack = repack([[w]])
     pack.slab[7] ^= 1 << 20
-    [[back]] = restore(pack, [w.shape])
+    [[back]] = restore(pack)
     assert back is not None
     assert not torch.equal(back.packed, w.packed)
 
@@ -111,7 +110,7 @@ def test_other_lattice_formats_are_left_to_the_reference() -> None:
 
 def _linear(x: torch.Tensor, w: PackedWeight, tile: Tile = TILE, bias: torch.Tensor | None = None) -> float:
     with forcing({"linear": tile, "lattice": tile, "rank": replace(tile, block_n=16)}):
-        y = ops.linear_gpu(x, ops.repack([[w]]), bias, w.shape[0])
+        y = ops.linear_gpu(x, ops.repack([[w]]), bias)
     assert y.dtype == x.dtype
     return relative_error(y, reference.linear(x, w, bias))
 
@@ -199,19 +198,10 @@ def compare(
     width = I if weights[0][0] is None else 2 * I
     gate_up = torch.randn(len(weights), width, generator=generator) if biases else None
     down = torch.randn(len(weights), H, generator=generator) if biases else None
-    expected = reference.experts(x, at, share, *build(weights), gate_up, down, I, activation)
+    expected = reference.experts(x, at, share, stored_layer(weights, activation, gate_up, down))
     down_tile = replace(TILE, splits=2)
     with forcing({"gate_up": TILE, "down": down_tile, "lattice": TILE, "rank": replace(TILE, block_n=16)}):
-        y = ops.experts_gpu(
-            x,
-            at,
-            share,
-            ops.repack(weights),
-            intermediate=I,
-            activation=activation,
-            gate_up_bias=gate_up,
-            down_bias=down,
-        )
+        y = ops.experts(x, at, share, gpu_layer(weights, activation, gate_up, down))
     return relative_error(y, expected)
 
 
@@ -264,5 +254,5 @@ def test_a_lost_sign_is_noticed() -> None:
     pack = ops.repack([[w]])
     pack.slab[int(pack.table[0, 0, Place.SIGNS_IN])] ^= 1 << 5
     with forcing({"linear": TILE, "lattice": TILE}):
-        y = ops.linear_gpu(x, pack, None, 64)
+        y = ops.linear_gpu(x, pack)
     assert relative_error(y, reference.linear(x, w)) > 1e-2

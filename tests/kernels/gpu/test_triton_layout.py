@@ -10,8 +10,9 @@ from trilobite.errors import ShapeError
 from trilobite.formats import affine
 from trilobite.formats.weight import PackedWeight, decode_factor
 from trilobite.kernels.gpu.layout import pack as triton_layout
-from trilobite.kernels.gpu.layout.pack import Place, codings_of, repack, restore
+from trilobite.kernels.gpu.layout.pack import Place, repack, restore
 from trilobite.kernels.gpu.layout.words import pack_words, unpack_words
+from trilobite.kernels.layer import codings_of, spec_of
 from trilobite.recipe import Format
 
 FORMATS = [
@@ -81,7 +82,7 @@ def test_decodes_as_the_tiles_do(fmt: str) -> None:
 @pytest.mark.parametrize(("rank", "kind"), [(0, "int3"), (5, "int3"), (3, "int8"), (2, "fp16")])
 def test_tiles_come_back_bit_for_bit(fmt: str, rank: int, kind: str) -> None:
     w = packed_weight(50, 384, fmt, rank=rank, kind=kind)
-    [[back]] = restore(repack([[w]]), [w.shape])
+    [[back]] = restore(repack([[w]]))
     assert back is not None
     assert back.tensors().keys() == w.tensors().keys()
     for name, tensor in w.tensors().items():
@@ -92,14 +93,14 @@ def test_a_flipped_bit_is_noticed() -> None:
     w = packed_weight(16, 128, "int3-g64")
     pack = repack([[w]])
     pack.slab[7] ^= 1 << 20
-    [[back]] = restore(pack, [w.shape])
+    [[back]] = restore(pack)
     assert back is not None
     assert not torch.equal(back.packed, w.packed)
 
 
 def test_double_quantization_becomes_fp16_scales() -> None:
     w = packed_weight(48, 256, "int3-g64-dq")
-    [[back]] = restore(repack([[w]]), [w.shape])
+    [[back]] = restore(repack([[w]]))
     assert back is not None
     exact = affine.decode(w.packed, w.scale, w.format, w.shape)
     found = affine.decode(back.packed, None, back.format, back.shape)
@@ -129,8 +130,8 @@ def test_experts_of_different_formats_form_classes() -> None:
     assert pack.codings[1][0].rank == 7
     assert pack.table[:, 0, Place.CLASS].tolist() == [0, 1, 0, 1]
     assert pack.table[:, 0, Place.RANK].tolist() == [0, 2, 0, 7]
-    assert codings_of(pack.spec, 3) == pack.codings
-    back = restore(pack, [(32, 64), (32, 64), (64, 32)])
+    assert codings_of(tuple(spec_of(pack.codings)), 3) == pack.codings
+    back = restore(pack)
     assert all(
         torch.equal(a.packed, b.packed)
         for old, new in zip(rows, back, strict=True)
@@ -147,7 +148,7 @@ def test_groups_that_no_kernel_knows_are_refused() -> None:
 
 def test_factors_decode_alike() -> None:
     w = packed_weight(70, 192, "int3-g64", rank=3)
-    [[back]] = restore(repack([[w]]), [w.shape])
+    [[back]] = restore(repack([[w]]))
     assert isinstance(back, PackedWeight)
     assert back.lra is not None
     assert w.lra is not None

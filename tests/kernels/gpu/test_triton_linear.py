@@ -17,6 +17,7 @@ from trilobite.kernels import ops, reference
 from trilobite.kernels.gpu.device import decode as triton_decode
 from trilobite.kernels.gpu.launch import check_together, scratch
 from trilobite.kernels.gpu.tuning import Tile, forcing
+from trilobite.kernels.layer import spec_of
 
 pytestmark = pytest.mark.skipif(
     not triton_interpreter.available(), reason="Triton was imported without TRITON_INTERPRET"
@@ -38,7 +39,7 @@ def _x(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.
 
 def _linear(x: torch.Tensor, w: PackedWeight, tile: Tile, bias: torch.Tensor | None = None) -> torch.Tensor:
     with forcing({"linear": tile, "rank": replace(tile, block_n=16)}):
-        return ops.linear_gpu(x, ops.repack([[w]]), bias, w.shape[0])
+        return ops.linear_gpu(x, ops.repack([[w]]), bias)
 
 
 def _error(x: torch.Tensor, w: PackedWeight, tile: Tile, bias: torch.Tensor | None = None) -> float:
@@ -155,7 +156,7 @@ def test_the_tables_tiles_run() -> None:
     w = packed_weight(20, 128, "int3-g64", rank=2)
     for tokens in (1, 2, 40):
         x = _x(tokens, 128, dtype=torch.float16)
-        y = ops.linear_gpu(x, ops.repack([[w]]), None, 20)
+        y = ops.linear_gpu(x, ops.repack([[w]]))
         assert relative_error(y, reference.linear(x, w)) < TOLERANCE[torch.float16]
 
 
@@ -163,13 +164,13 @@ def test_a_flipped_bit_changes_the_result() -> None:
     w, x = packed_weight(16, 128, "int3-g64"), _x(1, 128)
     pack = ops.repack([[w]])
     pack.slab[5] ^= 1 << 17
-    assert relative_error(ops.linear_gpu(x, pack, None, 16), reference.linear(x, w)) > 1e-3
+    assert relative_error(ops.linear_gpu(x, pack), reference.linear(x, w)) > 1e-3
 
 
 def test_opcheck() -> None:
     w = packed_weight(20, 64, "int3-g64", rank=2)
     pack = ops.repack([[w]])
-    arguments = (_x(1, 64), pack.slab, pack.table, _x(20), pack.spec, 20)
+    arguments = (_x(1, 64), pack.slab, pack.table, _x(20), spec_of(pack.codings), 20)
     torch.library.opcheck(torch.ops.trilobite.linear_gpu.default, arguments)
 
 
@@ -177,14 +178,14 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     w = packed_weight(20, 64, "int3-g64")
     pack = ops.repack([[w]])
     with pytest.raises(ShapeError, match="float64"):
-        ops.linear_gpu(_x(1, 64).double(), pack, None, 20)
+        ops.linear_gpu(_x(1, 64).double(), pack)
     with pytest.raises(ShapeError, match=r"bias is \[3\], expected \[20\]"):
-        ops.linear_gpu(_x(1, 64), pack, _x(3), 20)
+        ops.linear_gpu(_x(1, 64), pack, _x(3))
     with pytest.raises(ShapeError, match="cpu and meta; move all to one device"):
         check_together("linear", _x(1), _x(1).to("meta"))
     monkeypatch.setattr("trilobite.kernels.gpu.launch.interpreting", lambda: False)
     with pytest.raises(DeviceError, match="CUDA devices only"):
-        ops.linear_gpu(_x(1, 64), pack, None, 20)
+        ops.linear_gpu(_x(1, 64), pack)
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

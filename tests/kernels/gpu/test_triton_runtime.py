@@ -19,9 +19,10 @@ from trilobite.kernels import ops, reference
 from trilobite.kernels.gpu import tuning as triton_tuning
 from trilobite.kernels.gpu.tuning import Tile
 from trilobite.runtime import load as runtime_load
-from trilobite.runtime.modules import linear as runtime_linear
+from trilobite.runtime.modules import residence
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
+from trilobite.runtime.modules.residence import AsStored, OnGpu
 
 pytestmark = pytest.mark.skipif(
     not triton_interpreter.available(), reason="Triton was imported without TRITON_INTERPRET"
@@ -61,12 +62,12 @@ def test_a_linear_layer_settles_once_and_frees_its_tiles(gpu: None) -> None:
     before = {k: v.clone() for k, v in layer.state_dict().items()}
     bytes_before = sum(b.nbytes for b in layer.buffers())
     layer.settle()
-    assert layer.pack is not None
+    settled = layer.residence
+    assert isinstance(settled, OnGpu)
     assert list(layer.buffers()) == []
-    assert layer.pack.slab.nbytes < bytes_before + 1280  # parts are aligned, U has whole blocks of 32 ranks
-    slab = layer.pack.slab
+    assert settled.pack.slab.nbytes < bytes_before + 1280  # parts are aligned, U has whole blocks of 32 ranks
     layer.settle()
-    assert layer.pack.slab is slab
+    assert layer.residence is settled
     assert relative_error(layer(x), expected) < 3e-6
     assert "GPU layout" in repr(layer)
     after = layer.state_dict()
@@ -76,8 +77,8 @@ def test_a_linear_layer_settles_once_and_frees_its_tiles(gpu: None) -> None:
 
 def test_a_linear_layer_settles_when_it_is_moved(gpu: None) -> None:
     layer = make_linear().to("cpu")
-    assert layer.pack is not None
-    assert layer.to(torch.bfloat16).pack is not None  # what is already there stays
+    assert isinstance(layer.residence, OnGpu)
+    assert isinstance(layer.to(torch.bfloat16).residence, OnGpu)  # what is already there stays
 
 
 def test_a_linear_layer_comes_back_to_the_cpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +86,9 @@ def test_a_linear_layer_comes_back_to_the_cpu(gpu: None, monkeypatch: pytest.Mon
     packed = layer.packed().packed.clone()
     layer.settle()
     monkeypatch.setattr(ops, "gpu_layout", lambda weights: False)
-    monkeypatch.setattr(runtime_linear, "leaves_gpu", lambda fn, table: True)
+    monkeypatch.setattr(residence, "leaves_gpu", lambda fn, table: True)
     layer.cpu()
-    assert layer.pack is None
+    assert isinstance(layer.residence, AsStored)
     assert torch.equal(layer.packed().packed, packed)
 
 
@@ -98,9 +99,8 @@ def test_experts_settle_and_save_as_stored(gpu: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ops, "gpu_layout", lambda weights: False)
     expected = module(x, index, share)
     monkeypatch.setattr(ops, "gpu_layout", lambda weights: True)
-    module.gather()
-    assert module.pack is not None
-    assert module.slab is None
+    module.settle()
+    assert isinstance(module.residence, OnGpu)
     assert list(module.buffers()) == []
     assert relative_error(module(x, index, share), expected) < 5e-6
     outer = nn.Sequential(module)

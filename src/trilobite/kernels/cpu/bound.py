@@ -15,6 +15,7 @@ from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.cpu.matrix import lattice_matrix, matrix
+from trilobite.kernels.layer import ExpertsLayer
 
 
 class _Bound:
@@ -27,19 +28,19 @@ class _Bound:
         return type(None), ()
 
 
-Call = TypeVar("Call")
+Made = TypeVar("Made")
 
 
-class Binding(_Bound, Generic[Call]):
-    """What a module keeps: a call, or None where no backend has one, and the tensors that it was made for.
+class Binding(_Bound, Generic[Made]):
+    """What a residence keeps: what was made of some tensors, a call or None where no backend has one, and these tensors.
 
     Changes in place that torch does not count, through `.data` and of inference tensors, are seen in what the engine
     reads where it lies; not in what it has a copy of: biases that alternate, are strided, or differ in dtype.
     """
 
-    def __init__(self, call: Call | None, *tensors: Tensor | None) -> None:
-        """call: made for `tensors`, all that its memory or a copy of it comes from."""
-        self.call = call
+    def __init__(self, made: Made, *tensors: Tensor | None) -> None:
+        """tensors: all that its memory or a copy of it comes from."""
+        self.made = made
         self._seen = [_seen(t) for t in tensors]
 
     def holds(self, *tensors: Tensor | None) -> bool:
@@ -91,18 +92,11 @@ class BoundLinear(_Bound):
 class BoundExperts(_Bound):
     """`cpu.experts` with one layer. Raises ShapeError or ArchitectureError when its parts do not fit."""
 
-    def __init__(
-        self,
-        slab: Tensor,
-        table: Tensor,
-        biases: tuple[Tensor | None, Tensor | None],
-        sizes: tuple[int, int],
-        activation: str,
-    ) -> None:
-        """slab, table: see `expert_table`    biases: gate_up [E, 2I] and down [E, H]    sizes: (H, I)."""
-        self._layer, parts = cpu.experts_layer(slab, table, *biases, sizes, activation)
+    def __init__(self, layer: ExpertsLayer) -> None:
+        """layer: as stored."""
+        self._args, parts = cpu.experts_args(layer)
         self._memory = _memory(*parts)
 
     def __call__(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x: [T, H] -> [T, H] in x.dtype. Raises ShapeError."""
-        return cpu.run_experts(x, top_k_index, top_k_weights, self._layer)
+        return cpu.run_experts(x, top_k_index, top_k_weights, self._args)

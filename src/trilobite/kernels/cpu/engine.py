@@ -27,6 +27,7 @@ from trilobite.formats.weight import PackedWeight
 from trilobite.kernels.cpu import native
 from trilobite.kernels.cpu.matrix import dense, dtype_code, lattice_matrix, matrix, rotation
 from trilobite.kernels.expert_table import Column, check_routing, has_gates, has_lattice
+from trilobite.kernels.layer import ExpertsLayer
 from trilobite.recipe import CODEBOOKS, TRANSFORMS, LatticeFormat
 
 ACTIVATIONS = {
@@ -211,19 +212,17 @@ def runs(fmt: LatticeFormat, n: int, k: int) -> bool:
     return available() and fmt.codebook == "e8p" and fmt.transform == "hadamard" and k % BLOCK == 0 and few
 
 
-def runs_experts(table: Tensor, sizes: tuple[int, int], activation: str) -> bool:
-    """Whether the library runs a layer: it has the activation, and `runs` holds for all matrices in a lattice format.
-
-    table: [E, 3, 16] int64    sizes: (H, I)
-    """
-    if activation not in ACTIVATIONS:
+def runs_experts(layer: ExpertsLayer) -> bool:
+    """Whether the library runs a layer: it has the activation, and `runs` holds for all matrices in a lattice format."""
+    if layer.activation not in ACTIVATIONS:
         return False
-    if not has_lattice(table):
+    if not has_lattice(layer.table):
         return True
-    rows = table[table[..., Column.LATTICE] >= 0]
+    rows = layer.table[layer.table[..., Column.LATTICE] >= 0]
     kinds = {(c, t) for c, t in rows[:, [Column.CODEBOOK, Column.TRANSFORM]].tolist()}
     formats = (LatticeFormat(codebook=CODEBOOKS[c], bits=2, transform=TRANSFORMS[t]) for c, t in kinds)
-    return all(runs(fmt, n, k) for fmt in formats for n, k in (sizes, sizes[::-1]))
+    shape = layer.intermediate, layer.hidden
+    return all(runs(fmt, n, k) for fmt in formats for n, k in (shape, shape[::-1]))
 
 
 def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -245,56 +244,38 @@ def _bias(bias: Tensor | None, shape: tuple[int, int], name: str) -> Tensor | No
     return dense(bias, f"experts: {name}")
 
 
-def experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    slab: Tensor,
-    table: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    intermediate: int,
-    activation: str,
-) -> Tensor:
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer) -> Tensor:
     """`torch.ops.trilobite.experts` on the CPU; arguments as in `reference.experts`.
 
     returns: [T, H] in x.dtype
     """
-    layer, _parts = experts_layer(
-        slab, table, gate_up_bias, down_bias, (x.shape[-1], intermediate), activation
-    )
-    return run_experts(x, top_k_index, top_k_weights, layer)
+    args, _parts = experts_args(layer)
+    return run_experts(x, top_k_index, top_k_weights, args)
 
 
-def experts_layer(
-    slab: Tensor,
-    table: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    sizes: tuple[int, int],
-    activation: str,
-) -> tuple[native.ExpertsArgs, tuple[Tensor | None, ...]]:
+def experts_args(layer: ExpertsLayer) -> tuple[native.ExpertsArgs, tuple[Tensor | None, ...]]:
     """All that a call of `experts` says of the layer, and the tensors that its addresses belong to.
 
-    sizes: (H, I)    Raises ShapeError or ArchitectureError.
+    Raises ShapeError or ArchitectureError.
     """
-    if activation not in ACTIVATIONS:
+    if layer.activation not in ACTIVATIONS:
         raise ArchitectureError(
-            f"activation {activation!r} is not one of the CPU engine: {', '.join(ACTIVATIONS)}"
+            f"activation {layer.activation!r} is not one of the CPU engine: {', '.join(ACTIVATIONS)}"
         )
+    table, hidden, intermediate = layer.table, layer.hidden, layer.intermediate
     if table.dim() != 3 or table.shape[1:] != (3, len(Column)) or table.dtype != torch.int64:
         raise ShapeError(
             f"experts: table is {list(table.shape)} {table.dtype}, expected [E, 3, {len(Column)}] int64"
         )
-    (hidden, intermediate), count = sizes, table.shape[0]
-    slab, table = dense(slab, "experts: slab", torch.uint8), dense(table, "experts: table")
+    count = table.shape[0]
+    slab, table = dense(layer.slab, "experts: slab", torch.uint8), dense(table, "experts: table")
     gated = has_gates(table)
-    gate_up_bias = _bias(gate_up_bias, (count, (1 + gated) * intermediate), "gate_up_bias")
-    down_bias = _bias(down_bias, (count, hidden), "down_bias")
+    gate_up_bias = _bias(layer.gate_up_bias, (count, (1 + gated) * intermediate), "gate_up_bias")
+    down_bias = _bias(layer.down_bias, (count, hidden), "down_bias")
     if gate_up_bias is not None and down_bias is not None and gate_up_bias.dtype != down_bias.dtype:
         gate_up_bias, down_bias = gate_up_bias.float(), down_bias.float()
     some_bias = gate_up_bias if gate_up_bias is not None else down_bias
-    layer = native.ExpertsArgs(
+    args = native.ExpertsArgs(
         slab=slab.data_ptr(),
         table=table.data_ptr(),
         gate_up_bias=None if gate_up_bias is None else gate_up_bias.data_ptr(),
@@ -304,26 +285,26 @@ def experts_layer(
         hidden=hidden,
         intermediate=intermediate,
         slab_bytes=slab.numel(),
-        activation=ACTIVATIONS[activation],
+        activation=ACTIVATIONS[layer.activation],
         gated=int(gated),
     )
     if has_lattice(table):
-        layer.rotate_hidden, layer.rotate_intermediate = map(rotation, sizes)
-    return layer, (slab, table, gate_up_bias, down_bias)
+        args.rotate_hidden, args.rotate_intermediate = rotation(hidden), rotation(intermediate)
+    return args, (slab, table, gate_up_bias, down_bias)
 
 
-def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: native.ExpertsArgs) -> Tensor:
-    """Run a layer that is checked already. `layer` stays as it is: several threads may use it at a time."""
+def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, checked: native.ExpertsArgs) -> Tensor:
+    """Run a layer that is checked already. `checked` stays as it is: several threads may use it at a time."""
     check_routing(x, top_k_index, top_k_weights)
-    if x.shape[1] != layer.hidden:
-        raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={layer.hidden}")
+    if x.shape[1] != checked.hidden:
+        raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={checked.hidden}")
     dtype, weights_dtype = dtype_code(x, "experts: x"), dtype_code(top_k_weights, "experts: top_k_weights")
     x, index = dense(x, "experts: x"), dense(top_k_index, "experts: top_k_index")
     weights = dense(top_k_weights, "experts: top_k_weights")
     if index.numel() == 0:
         return torch.zeros_like(x)
     y = torch.empty_like(x)
-    args = native.ExpertsArgs.from_buffer_copy(layer)
+    args = native.ExpertsArgs.from_buffer_copy(checked)
     args.x, args.index, args.weights = x.data_ptr(), index.data_ptr(), weights.data_ptr()
     args.y, args.dtype, args.weights_dtype = y.data_ptr(), dtype, weights_dtype
     args.index_bytes, (args.tokens, args.active) = index.element_size(), index.shape

@@ -10,9 +10,9 @@ from trilobite.formats.weight import LR_GROUP
 from trilobite.kernels.gpu.device.product import product
 from trilobite.kernels.gpu.device.tile import BLOCK_R, DENSE
 from trilobite.kernels.gpu.launch import launch, processors, scratch
-from trilobite.kernels.gpu.layout.pack import Coding
 from trilobite.kernels.gpu.layout.words import CHUNK
 from trilobite.kernels.gpu.tuning import Tile, fitted, suited, tile_for
+from trilobite.kernels.layer import Coding
 
 MOST_SPLITS = 16
 WARPS = 16
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrices:
-    """The packed matrices of a call: slab and table of `triton_layout.Pack`, `projections` matrices an expert."""
+    """The packed matrices of a call: slab and table of a `Pack`, `projections` matrices an expert."""
 
     slab: Tensor
     table: Tensor

@@ -39,9 +39,10 @@ from trilobite.kernels.gpu.launch import (
     launch,
     scratch,
 )
-from trilobite.kernels.gpu.layout.pack import Coding, Place, codings_of
+from trilobite.kernels.gpu.layout.pack import Place
 from trilobite.kernels.gpu.rotated import run_rotated
 from trilobite.kernels.gpu.tuning import Tile, fitted, suited, tile_for
+from trilobite.kernels.layer import Coding, ExpertsLayer
 from trilobite.kernels.reference import gate_fn
 
 ACTIVATIONS = (
@@ -103,49 +104,46 @@ def make_rows(index: Tensor, experts: int, block_m: int) -> Rows:
     )
 
 
-def experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    slab: Tensor,
-    table: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    intermediate: int,
-    activation: str,
-    spec: Sequence[int],
-) -> Tensor:
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer) -> Tensor:
     """Sum over a token's experts of weight * down(act(gate(x)) * up(x)) in the GPU layout.
 
-    Arguments as in `reference.experts`, but slab, table and spec are those of a `triton_layout.Pack`.
+    Arguments as in `reference.experts`, but for the layer's slab, table and codings, which are those of a `Pack`.
     returns: [T, H] in x.dtype. Raises ShapeError, ArchitectureError or DeviceError.
     """
-    check_together("experts", x, top_k_index, top_k_weights, slab, table, gate_up_bias, down_bias)
+    tensors = layer.slab, layer.table, layer.gate_up_bias, layer.down_bias
+    check_together("experts", x, top_k_index, top_k_weights, *tensors)
     check_device(x.device)
     check_dtype(x, "experts: x")
     check_routing(x, top_k_index, top_k_weights)
+    _check_layer(layer)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0 or top_k_index.shape[1] == 0:
+        return y.zero_()
+    launches = _Launches(layer)
+    each = max(1, MOST_SLOTS // top_k_index.shape[1])
+    for at in range(0, x.shape[0], each):
+        part = slice(at, at + each)
+        inputs = aligned(x[part]), top_k_index[part].contiguous(), top_k_weights[part].contiguous()
+        launches.run(*inputs, y[part])
+    return y
+
+
+def _check_layer(layer: ExpertsLayer) -> None:
+    """Raise ShapeError for a table or biases that do not belong to such a layer."""
+    table = layer.table
     if table.dim() != 3 or table.shape[1:] != (3, len(Place)):
         raise ShapeError(
             f"experts: table is {list(table.shape)}, expected [E, 3, {len(Place)}] of the GPU layout"
         )
-    gated = has_gates(codings_of(spec, 3))
+    gated = has_gates(layer.codings)
     for name, bias, width in (
-        ("gate_up_bias", gate_up_bias, (1 + gated) * intermediate),
-        ("down_bias", down_bias, x.shape[1]),
+        ("gate_up_bias", layer.gate_up_bias, (1 + gated) * layer.intermediate),
+        ("down_bias", layer.down_bias, layer.hidden),
     ):
         if bias is not None and bias.shape != (table.shape[0], width):
             raise ShapeError(
                 f"experts: {name} is {list(bias.shape)}, expected {[int(table.shape[0]), width]}"
             )
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if x.numel() == 0 or top_k_index.shape[1] == 0:
-        return y.zero_()
-    layer = _Layer(slab, table, gate_up_bias, down_bias, intermediate, activation, spec)
-    each = max(1, MOST_SLOTS // top_k_index.shape[1])
-    for at in range(0, x.shape[0], each):
-        part = slice(at, at + each)
-        layer.run(aligned(x[part]), top_k_index[part].contiguous(), top_k_weights[part].contiguous(), y[part])
-    return y
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,27 +162,19 @@ class _Group:
         return self.codings[GATE].bits > 0
 
 
-class _Layer:
-    """The experts of one layer, ready to run on some tokens."""
+class _Launches:
+    """The launches of a call: one layer, some tokens after others."""
 
-    def __init__(
-        self,
-        slab: Tensor,
-        table: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        intermediate: int,
-        activation: str,
-        spec: Sequence[int],
-    ) -> None:
-        self.matrices = Matrices(slab=slab, table=table, projections=3)
-        self.gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
-        self.down_bias = None if down_bias is None else down_bias.contiguous()
-        self.intermediate, self.activation = intermediate, activation
-        codings = codings_of(spec, 3)
+    def __init__(self, layer: ExpertsLayer) -> None:
+        """layer: in the GPU layout. Raises ArchitectureError for an activation that nobody knows."""
+        self.matrices = Matrices(slab=layer.slab, table=layer.table, projections=3)
+        self.gate_up_bias = None if layer.gate_up_bias is None else layer.gate_up_bias.contiguous()
+        self.down_bias = None if layer.down_bias is None else layer.down_bias.contiguous()
+        self.intermediate, self.activation = layer.intermediate, layer.activation
+        codings = layer.codings
         self.classes = dict(enumerate(codings)) if len(codings) > 1 else {-1: codings[0]}
-        if activation not in ACTIVATIONS:
-            gate_fn(activation)  # raises ArchitectureError where nobody knows it
+        if self.activation not in ACTIVATIONS:
+            gate_fn(self.activation)
 
     def run(self, x: Tensor, index: Tensor, weights: Tensor, y: Tensor) -> None:
         """Write y [T, H] for x [T, H]; all contiguous."""

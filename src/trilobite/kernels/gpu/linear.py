@@ -1,7 +1,5 @@
 """`linear` in the GPU layout: checks, splits, and the launches."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -26,26 +24,24 @@ from trilobite.kernels.gpu.launch import (
     launch,
     scratch,
 )
-from trilobite.kernels.gpu.layout.pack import codings_of
 from trilobite.kernels.gpu.rotated import run_rotated
 from trilobite.kernels.gpu.tuning import fitted, tile_for
+from trilobite.kernels.layer import Pack
 
 
-def linear(
-    x: Tensor, slab: Tensor, table: Tensor, bias: Tensor | None, spec: Sequence[int], n: int
-) -> Tensor:
+def linear(x: Tensor, w: Pack, bias: Tensor | None) -> Tensor:
     """y = x (dequant(W) + U V)^T + bias in the GPU layout.
 
-    x: [..., K] fp16 | bf16 | fp32    slab, table, spec: of a `triton_layout.Pack`    bias: [n] or None
-    returns: [..., n] in x.dtype. Raises ShapeError or DeviceError.
+    x: [..., K] fp16 | bf16 | fp32    w: one matrix [N, K]    bias: [N] or None
+    returns: [..., N] in x.dtype. Raises ShapeError or DeviceError.
     """
-    check_together("linear", x, slab, table, bias)
+    ((n, k),), ((coding,),) = w.shapes, w.codings
+    check_together("linear", x, w.slab, w.table, bias)
     check_device(x.device)
     check_dtype(x, "linear: x")
     if bias is not None and bias.shape != (n,):
         raise ShapeError(f"linear: bias is {list(bias.shape)}, expected [{n}]")
     bias = None if bias is None else bias.contiguous()
-    k, coding = x.shape[-1], codings_of(spec, 1)[0][0]
     s = x.numel() // k if k else 0
     y = x.new_empty((*x.shape[:-1], n))
     if s == 0:
@@ -55,7 +51,7 @@ def linear(
         tile = fitted(tile, max(8, tile.block_m))
     inputs = Inputs(x=aligned(x.reshape(s, k)), divisor=1, tokens=s)
     rows = Rows(mode=DENSE.value, slots=s, experts=1, tiles=-(-s // tile.block_m), block_m=tile.block_m)
-    m = Matrices(slab=slab, table=table, projections=1)
+    m = Matrices(slab=w.slab, table=w.table, projections=1)
     low = low_rank(rows, m, inputs, [coding], 0, -1)
     job = Job(coding=coding, n=n)
     if coding.e8p:
@@ -67,7 +63,7 @@ def linear(
         return y
     parts = scratch((1, splits, s, n), torch.float32, x, s)
     run_product(rows, m, inputs, job, tile, low, parts, None)
-    arguments = {"p_parts": parts, "p_bias": table if bias is None else bias, "p_y": y, "S": s, "N": n}
+    arguments = {"p_parts": parts, "p_bias": w.table if bias is None else bias, "p_y": y, "S": s, "N": n}
     block = 256
     constants = {"SPLITS": splits, "BIAS": bias is not None, "BLOCK": block}
     launch(reduce, (s, -(-n // block)), arguments, constants)

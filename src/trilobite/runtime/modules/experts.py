@@ -1,23 +1,22 @@
 """PackedExperts: one module in the place of every `*Experts` module of transformers."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from trilobite.errors import ArchitectureError, CheckpointError, ShapeError
+from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
+from trilobite.kernels.layer import Codings, ExpertsLayer, Pack
 from trilobite.kernels.reference import GPT_OSS, GPT_OSS_ALPHA, GPT_OSS_LIMIT
-from trilobite.runtime.modules.linear import PackedMatrix, check_restorable, leaves_gpu, moved
-
-if TYPE_CHECKING:
-    from trilobite.kernels.ops import Pack
+from trilobite.runtime.modules.matrix import PackedMatrix
+from trilobite.runtime.modules.residence import AsStored, OnGpu, PackedModule, Residence
 
 PROJECTIONS = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
 """Names of an expert's matrices in checkpoints."""
@@ -26,17 +25,16 @@ _biases = itemgetter(*BIASES)
 EXPERT_NAME = re.compile(rf"^(.*\.experts)\.(\d+)\.({'|'.join(PROJECTIONS)})$")
 
 
-class PackedExperts(nn.Module):
+class PackedExperts(PackedModule):
     """All routed experts of one layer, one operator call for all of them.
 
     Children `0.gate_proj`, `0.up_proj`, ... have the names of the checkpoint, so that it loads and saves tensor by
-    tensor, without stacking: experts may differ in format and rank. After loading, `gather` finds (or makes) the one
-    slab of bytes in which all of them lie. On a GPU it repacks them once instead, and lets the children's buffers go:
-    the same bytes in the order of the GPU kernels; `state_dict`, and moving back to the CPU, restore them bit for bit.
+    tensor, without stacking: experts may differ in format and rank.
 
     forward: hidden_states [T, H], top_k_index [T, A] int64, top_k_weights [T, A] -> [T, H]
     """
 
+    residence: "Residence[PackedExperts] | None"
     gate_up_proj_bias: nn.Parameter | None
     up_proj_bias: nn.Parameter | None  # of experts without gates
     down_proj_bias: nn.Parameter | None
@@ -74,12 +72,8 @@ class PackedExperts(nn.Module):
             self.add_module(str(index), expert)
         for name in BIASES:
             self.register_parameter(name, self.originals.get(name))
-        self.slab: Tensor | None = None
-        self.table: Tensor | None = None
-        self._bound: ops.Binding[ops.BoundExperts] | None = None
-        self.pack: Pack | None = None
-        self.double_quant = any("scale" in parts for named in experts.values() for parts in named.values())
-        self.register_load_state_dict_post_hook(_forget_slab)  # type: ignore[no-untyped-call]
+        self.residence = None
+        self.register_load_state_dict_post_hook(_settle_anew)  # type: ignore[no-untyped-call]
 
     def shape_of(self, name: str) -> tuple[int, int]:
         """[N, K] of an expert's matrix by its checkpoint name."""
@@ -107,137 +101,46 @@ class PackedExperts(nn.Module):
         rows = []
         for index in range(self.num_experts):
             expert = self.get_submodule(str(index))
-            found: dict[int, Any] = {PROJECTIONS[name]: child for name, child in expert.named_children()}
-            rows.append((found.get(GATE), found[UP], found[DOWN]))
+            named: dict[int, Any] = {PROJECTIONS[name]: child for name, child in expert.named_children()}
+            rows.append((named.get(GATE), named[UP], named[DOWN]))
         return rows
 
-    def gather(self) -> None:
-        """Find the slab that all parts lie in, or copy them into one and let the buffers be views of it.
-
-        On a GPU with Triton, repack them instead.
-        """
-        matrices = self.matrices()
-        weights: list[tuple[PackedWeight | None, PackedWeight, PackedWeight]] = [
-            (None if gate is None else gate.packed(), up.packed(), down.packed())
-            for gate, up, down in matrices
+    def as_stored(self) -> "Residence[PackedExperts]":
+        """In the slab that all parts lie in, or in one made of copies, of which the buffers become views."""
+        weights: list[Any] = [
+            tuple(None if m is None else m.packed() for m in row) for row in self.matrices()
         ]
-        if ops.gpu_layout(w for row in weights for w in row):
-            self.pack, self.slab, self.table = ops.repack(weights), None, None
-            self._put([(None, None, None)] * len(weights))
-            return
-        self.slab, self.table = build(weights)
-        shapes = [[None if m is None else m.shape for m in row] for row in matrices]
-        self._put(
-            [
-                [
-                    None if s is None else expert_weight(self.slab, self.table[e, p], s)
-                    for p, s in enumerate(row)
-                ]
-                for e, row in enumerate(shapes)
-            ]
-        )
+        slab, table = build(weights)
+        self.put([[self._view(slab, row[p], p) for p in (GATE, UP, DOWN)] for row in table])
+        return _ExpertsAsStored(slab, table)
 
-    def _put(self, weights: Sequence[Sequence[PackedWeight | None]]) -> None:
-        """Let the children's buffers be those of these weights; None: let them go."""
-        for row, found in zip(self.matrices(), weights, strict=True):
-            for matrix, weight in zip(row, found, strict=True):
-                if matrix is not None and weight is not None:
-                    matrix.replace(weight)
-                elif matrix is not None:
-                    matrix.clear()
+    def _view(self, slab: Tensor, row: Tensor, projection: int) -> PackedWeight | None:
+        shape = self.intermediate_size, self.hidden_size
+        return expert_weight(slab, row, shape[::-1] if projection == DOWN else shape)
 
-    def stored(self) -> list[list[PackedWeight | None]]:
-        """The weights as stored, out of the GPU layout. Raises CheckpointError where that keeps too little."""
-        assert self.pack is not None
-        check_restorable(self.double_quant)
-        up, down = (self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
-        return ops.restore(self.pack, [up, up, down])
+    def on_gpu(self, pack: Pack, restorable: bool) -> "Residence[PackedExperts]":
+        """All experts in one pack."""
+        return _ExpertsOnGpu(pack, restorable)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedExperts":
-        if self.pack is not None and leaves_gpu(fn, self.pack.table):
-            self._put(self.stored())
-            self.pack = None
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._bound = None
-        if self.pack is not None:
-            self.pack = moved(self.pack, fn)
-        elif self.matrices()[0][1].weight_packed.device.type == "cuda":
-            self.gather()
-        return self
-
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
-        """The tensors under the names of the checkpoint, as stored, on the CPU when they are repacked."""
-        found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if self.pack is not None:
-            for index, (row, weights) in enumerate(zip(self._names(), self.stored(), strict=True)):
-                for name, weight in zip(row, weights, strict=True):
-                    if name is not None and weight is not None:
-                        for suffix, part in weight.tensors().items():
-                            found[f"{prefix}{index}.{name}.weight_{suffix}"] = part.cpu()
-        return found
-
-    def _names(self) -> list[list[str | None]]:
-        """Checkpoint names of (gate, up, down) of every expert."""
-        rows = []
-        for index in range(self.num_experts):
-            named = {PROJECTIONS[n]: n for n, _ in self.get_submodule(str(index)).named_children()}
-            rows.append([named.get(p) for p in (GATE, UP, DOWN)])
-        return rows
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sum over each token's experts; index E and above means no expert."""
-        if self.pack is None and (self.slab is None or self.slab.device != hidden_states.device):
-            self.gather()
-        if self.pack is not None:
-            if hidden_states.shape[-1] != self.hidden_size:
-                raise ShapeError(
-                    f"experts: x has K={hidden_states.shape[-1]}, the experts have K={self.hidden_size}"
-                )
-            return ops.experts_gpu(
-                hidden_states,
-                top_k_index,
-                top_k_weights,
-                self.pack,
-                intermediate=self.intermediate_size,
-                activation=self.activation,
-                gate_up_bias=self._gate_up_bias(),
-                down_bias=self.down_proj_bias,
-            )
-        assert self.slab is not None
-        assert self.table is not None
-        if type(hidden_states) is Tensor and hidden_states.is_cpu and not torch.compiler.is_compiling():
-            call = self._call(self.slab, self.table)
-            if call is not None:
-                return call(hidden_states, top_k_index, top_k_weights)
-        return ops.experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            self.slab,
-            self.table,
+    def layer(self, slab: Tensor, table: Tensor, codings: Codings = ()) -> ExpertsLayer:
+        """The operator's argument: weights in this slab, and the biases that the module has now."""
+        return ExpertsLayer(
+            slab=slab,
+            table=table,
+            hidden=self.hidden_size,
             intermediate=self.intermediate_size,
             activation=self.activation,
             gate_up_bias=self._gate_up_bias(),
             down_bias=self.down_proj_bias,
+            codings=codings,
         )
 
-    def _call(self, slab: Tensor, table: Tensor) -> "ops.BoundExperts | None":
-        """The call bound to the tensors that are in place now."""
-        tensors = (slab, table, *_biases(self._parameters))
-        if self._bound is None or not self._bound.holds(*tensors):
-            call = ops.bind_experts(
-                slab,
-                table,
-                hidden=self.hidden_size,
-                intermediate=self.intermediate_size,
-                activation=self.activation,
-                gate_up_bias=self._gate_up_bias(),
-                down_bias=self.down_proj_bias,
-            )
-            self._bound = ops.Binding(call, *tensors)
-        return self._bound.call
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Sum over each token's experts; index E and above means no expert."""
+        residence = self.residence
+        if residence is None:
+            residence = self.settle()
+        return residence.run(self, hidden_states, top_k_index, top_k_weights)
 
     def _gate_up_bias(self) -> Tensor | None:
         """[E, 2I] with the gate's part first, also where the checkpoint alternates the two; [E, I] without gates."""
@@ -253,10 +156,56 @@ class PackedExperts(nn.Module):
         return f"{self.num_experts} x [{self.intermediate_size}, {self.hidden_size}], {self.activation}"
 
 
-def _forget_slab(module: nn.Module, _: object) -> None:
+class _ExpertsAsStored(AsStored[PackedExperts]):
+    """In one slab, of which the buffers are views."""
+
+    def __init__(self, slab: Tensor, table: Tensor) -> None:
+        super().__init__()
+        self.slab, self.table = slab, table
+
+    def tensors(self, module: PackedExperts) -> tuple[Tensor | None, ...]:
+        return self.slab, self.table, *_biases(module._parameters)
+
+    def bind(self, module: PackedExperts) -> Callable[..., Tensor] | None:
+        return ops.bind_experts(module.layer(self.slab, self.table))
+
+    def operate(self, module: PackedExperts, *inputs: Tensor) -> Tensor:
+        x, index, weights = inputs
+        return ops.experts(x, index, weights, module.layer(self.slab, self.table))
+
+    def moved(
+        self, module: PackedExperts, fn: Callable[[Tensor], Tensor]
+    ) -> "Residence[PackedExperts] | None":
+        probe = torch.empty(0, dtype=torch.uint8, device=self.slab.device)
+        return _ExpertsAsStored(self.slab, self.table) if fn(probe).device == probe.device else None
+
+
+class _ExpertsOnGpu(OnGpu[PackedExperts]):
+    """The layer is put together once, and again when a bias has changed."""
+
+    def __init__(self, pack: Pack, restorable: bool) -> None:
+        super().__init__(pack, restorable)
+        self.binding: ops.Binding[ExpertsLayer] | None = None
+
+    def run(self, module: PackedExperts, *inputs: Tensor) -> Tensor:
+        x, index, weights = inputs
+        return ops.experts(x, index, weights, self._layer(module, x))
+
+    def _layer(self, module: PackedExperts, x: Tensor) -> ExpertsLayer:
+        if type(x) is not Tensor or torch.compiler.is_compiling():
+            return module.layer(self.pack.slab, self.pack.table, self.pack.codings)
+        biases, binding = _biases(module._parameters), self.binding
+        if binding is None or not binding.holds(*biases):
+            layer = module.layer(self.pack.slab, self.pack.table, self.pack.codings)
+            binding = self.binding = ops.Binding(layer, *biases)
+        return binding.made
+
+
+def _settle_anew(module: nn.Module, _: object) -> None:
     """After `load_state_dict(assign=True)` the children's buffers are not views of the slab any more."""
     assert isinstance(module, PackedExperts)
-    module.slab = None
+    if module.residence is not None and module.residence.in_buffers:
+        module.residence = None
 
 
 def _activation(original: nn.Module) -> str:

@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.weight import SUFFIXES
 from trilobite.runtime.modules.experts import EXPERT_NAME, PackedExperts
-from trilobite.runtime.modules.linear import PackedLinear, PackedMatrix, check_loaded
+from trilobite.runtime.modules.linear import PackedLinear
+from trilobite.runtime.modules.matrix import PackedMatrix, check_loaded
+from trilobite.runtime.modules.residence import PackedModule
 
 Parts = dict[str, Tensor]
 
@@ -74,14 +76,12 @@ def _skip_initialisation(model: PreTrainedModel, path: str) -> None:
 
 
 def finish(model: nn.Module) -> None:
-    """After loading: check every packed matrix, gather the experts of every layer, repack what is on a GPU."""
+    """After loading: check every packed matrix, and let every module settle where its weights have arrived."""
     for name, module in model.named_modules():
         if isinstance(module, PackedMatrix):
             check_loaded(module, name)
     for module in model.modules():
-        if isinstance(module, PackedExperts):
-            module.gather()
-        elif isinstance(module, PackedLinear):
+        if isinstance(module, PackedModule):
             module.settle()
 
 

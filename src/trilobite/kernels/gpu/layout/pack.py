@@ -9,7 +9,7 @@ transforms follow as they are stored, padded to whole words. The matrices of all
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 
 import torch
@@ -30,6 +30,7 @@ from trilobite.kernels.gpu.layout.words import (
     unpack_meta,
     unpack_words,
 )
+from trilobite.kernels.layer import ABSENT, Coding, Pack
 from trilobite.recipe import COMPENSATORS, AnyFormat, Format, LatticeFormat
 
 GROUPS = (32, 64)
@@ -53,53 +54,6 @@ class Place(IntEnum):
     SIGNS_OUT = 7
     RANK = 8
     CLASS = 9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coding:
-    """What a kernel has to be compiled for; bits = 0: no such matrix.
-
-    group: 0 = the whole row    e8p: the words are E8P codewords    tuned: the vectors of its transforms are fp16
-    rank: the largest of all that share this
-    """
-
-    bits: int
-    group: int = 0
-    symmetric: bool = False
-    e8p: bool = False
-    tuned: bool = False
-    rank_bits: int = 0
-    rank: int = 0
-
-
-ABSENT = Coding(bits=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pack:
-    """Packed matrices in the GPU layout.
-
-    slab: [words] int32    table: [E, P, 10] int64 on the same device, columns as in `Place`
-    codings: for every class of experts, P codings; experts of one class run in one launch
-    """
-
-    slab: Tensor
-    table: Tensor
-    codings: tuple[tuple[Coding, ...], ...]
-
-    @property
-    def spec(self) -> list[int]:
-        """The codings as plain numbers, which is what an operator can take."""
-        return [int(v) for row in self.codings for c in row for v in vars(c).values()]
-
-
-def codings_of(spec: Sequence[int], projections: int) -> tuple[tuple[Coding, ...], ...]:
-    """Inverse of `Pack.spec`."""
-    codings = [
-        Coding(bits=b, group=g, symmetric=bool(s), e8p=bool(e), tuned=bool(t), rank_bits=rb, rank=r)
-        for b, g, s, e, t, rb, r in (spec[i : i + 7] for i in range(0, len(spec), 7))
-    ]
-    return tuple(tuple(codings[i : i + projections]) for i in range(0, len(codings), projections))
 
 
 def computes(fmt: AnyFormat) -> bool:
@@ -262,7 +216,8 @@ def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> Pack:
         tuple(_merge([codings[e][p] for e, c in enumerate(classes) if c == kind]) for p in range(len(kind)))
         for kind in kinds
     )
-    return Pack(slab=slab, table=table.to(device), codings=merged)
+    shapes = [next((w.shape for w in column if w is not None), (0, 0)) for column in zip(*rows, strict=True)]
+    return Pack(slab=slab, table=table.to(device), codings=merged, shapes=shapes)
 
 
 def _allocate(words: int, device: torch.device) -> Tensor:
@@ -280,10 +235,10 @@ def _merge(codings: Sequence[Coding]) -> Coding:
     return replace(codings[0], rank=max(c.rank for c in codings))
 
 
-def restore(pack: Pack, shapes: Sequence[tuple[int, int]]) -> list[list[PackedWeight | None]]:
+def restore(pack: Pack) -> list[list[PackedWeight | None]]:
     """The stored tiles again, bit for bit: inverse of `repack`.
 
-    shapes: [N, K] of each of the P matrices    Formats with double quantization come back with plain fp16 scales.
+    Formats with double quantization come back with plain fp16 scales.
     """
     table, slab = pack.table.cpu(), pack.slab
     rows: list[list[PackedWeight | None]] = []
@@ -291,7 +246,7 @@ def restore(pack: Pack, shapes: Sequence[tuple[int, int]]) -> list[list[PackedWe
         codings = pack.codings[int(table[e, 0, Place.CLASS])]
         rows.append(
             [
-                None if c.bits == 0 else _restore(slab, table[e, p].tolist(), c, shapes[p])
+                None if c.bits == 0 else _restore(slab, table[e, p].tolist(), c, pack.shapes[p])
                 for p, c in enumerate(codings)
             ]
         )

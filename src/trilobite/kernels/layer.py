@@ -1,0 +1,77 @@
+"""What a backend has to know of weights beside their bytes: the experts of a layer, and matrices in the GPU layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coding:
+    """What a GPU kernel has to be compiled for; bits = 0: no such matrix.
+
+    group: 0 = the whole row    e8p: the words are E8P codewords    tuned: the vectors of its transforms are fp16
+    rank: the largest of all that share this
+    """
+
+    bits: int
+    group: int = 0
+    symmetric: bool = False
+    e8p: bool = False
+    tuned: bool = False
+    rank_bits: int = 0
+    rank: int = 0
+
+
+ABSENT = Coding(bits=0)
+Codings = tuple[tuple[Coding, ...], ...]
+"""For every class of experts, a coding for each of its matrices; experts of one class run in one launch."""
+
+
+def spec_of(codings: Codings) -> list[int]:
+    """Codings as plain numbers, which is what an operator can take."""
+    return [int(v) for row in codings for c in row for v in vars(c).values()]
+
+
+@lru_cache(maxsize=1024)
+def codings_of(spec: tuple[int, ...], projections: int) -> Codings:
+    """Inverse of `spec_of`; remembered, as an operator asks at every call."""
+    codings = [
+        Coding(bits=b, group=g, symmetric=bool(s), e8p=bool(e), tuned=bool(t), rank_bits=rb, rank=r)
+        for b, g, s, e, t, rb, r in (spec[i : i + 7] for i in range(0, len(spec), 7))
+    ]
+    return tuple(tuple(codings[i : i + projections]) for i in range(0, len(codings), projections))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pack:
+    """Packed matrices in the GPU layout.
+
+    slab: [words] int32    table: [E, P, 10] int64 on the same device, columns as in `gpu.layout.pack.Place`
+    codings: for every class of experts, P codings    shapes: [N, K] of each of the P matrices
+    """
+
+    slab: Tensor
+    table: Tensor
+    codings: Codings
+    shapes: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertsLayer:
+    """The routed experts of one layer as the `experts` operator takes them: E experts, gates among them or not.
+
+    slab, table: as stored (`expert_table`), or of a `Pack` in the GPU layout    codings: of that pack, () as stored
+    hidden, intermediate: H, I    activation: as `reference.gate_fn` knows them
+    gate_up_bias: [E, 2I], gate first, [E, I] without gates, or None    down_bias: [E, H] or None
+    """
+
+    slab: Tensor
+    table: Tensor
+    hidden: int
+    intermediate: int
+    activation: str
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    codings: Codings = ()

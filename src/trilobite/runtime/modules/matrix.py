@@ -1,0 +1,57 @@
+"""PackedMatrix: one packed weight as the buffers of a module."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from trilobite.errors import CheckpointError
+from trilobite.formats.weight import SUFFIXES, PackedWeight, check
+
+
+class PackedMatrix(nn.Module):
+    """One packed weight [N, K]: buffers `weight_packed`, `weight_scale`, … (formats.weight.SUFFIXES) as stored.
+
+    Buffers, not parameters: transformers takes a model's dtype from its first parameter, and ours are bytes.
+    """
+
+    def __init__(self, shape: tuple[int, int], parts: dict[str, Tensor]) -> None:
+        """parts: the tensors by suffix (`packed`, ...), on the meta device before loading."""
+        super().__init__()
+        self.shape = shape
+        for suffix in SUFFIXES:
+            self.register_buffer(f"weight_{suffix}", parts.get(suffix))
+
+    def packed(self) -> PackedWeight:
+        """The packed weight, as views of the buffers."""
+        parts = {s: getattr(self, f"weight_{s}") for s in SUFFIXES}
+        return PackedWeight(shape=self.shape, **parts)
+
+    def replace(self, w: PackedWeight) -> None:
+        """Put other tensors in the place of the buffers."""
+        for suffix in SUFFIXES:
+            setattr(self, f"weight_{suffix}", getattr(w, suffix))
+
+    def clear(self) -> None:
+        """Let the buffers go: the weight lives elsewhere."""
+        for suffix in SUFFIXES:
+            setattr(self, f"weight_{suffix}", None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Buffers move and keep their types: `model.to(bfloat16)` does not change how a compensator is stored."""
+        before = {n: b for n, b in self._buffers.items() if b is not None and b.is_floating_point()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+
+def check_loaded(matrix: PackedMatrix, name: str) -> None:
+    """Raise CheckpointError when a buffer was not loaded, ShapeError when the parts do not fit together."""
+    for suffix in SUFFIXES:
+        part = getattr(matrix, f"weight_{suffix}")
+        if part is not None and part.device == torch.device("meta"):
+            raise CheckpointError(f"{name}.weight_{suffix} is missing from the checkpoint; copy it again")
+    check(matrix.packed(), name)
