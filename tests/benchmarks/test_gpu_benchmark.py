@@ -45,6 +45,7 @@ from trilobite.measure.gpu import (
 )
 from trilobite.measure.shapes import Layer
 from trilobite.recipe import Format, parse_format
+from trilobite.runtime.modules.residence import OnGpu
 
 pytestmark = pytest.mark.skipif(
     not triton_interpreter.available(), reason="Triton was imported without TRITON_INTERPRET"
@@ -210,7 +211,7 @@ def test_a_decoding_step_compiles_without_graph_breaks(
     """Packed modules in the GPU layout, attention and a static cache: one graph, and the same tokens to the bit."""
     monkeypatch.setattr(ops, "gpu_layout", lambda weights: True)
     model = decoding.random_mixtral(TINY_MIXTRAL, CPU)
-    packs = [m for m in model.modules() if getattr(m, "pack", None) is not None]
+    packs = [m for m in model.modules() if isinstance(getattr(m, "residence", None), OnGpu)]
     assert len(packs) == 6  # q, k, v, o, experts, head
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # of graphs that other tests made

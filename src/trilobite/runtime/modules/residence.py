@@ -159,8 +159,8 @@ class PackedModule(nn.Module):
             self.residence = self.residence.moved(self, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.residence is None or self.residence.in_buffers:
-            unsettled = self.residence is None and next(self._arrived()).packed.device.type == "cuda"
-            if unsettled or ops.gpu_layout(self._arrived()):
+            waiting = self.residence is None and next(self._arrived()).packed.device.type != "meta"
+            if waiting or ops.gpu_layout(self._arrived()):
                 self.settle()
         return self
 
