@@ -506,7 +506,7 @@ def test_a_capture_that_fails_leaves_the_stream(monkeypatch: pytest.MonkeyPatch)
 def test_kernels_compile_ahead_of_time(arch: str, tmp_path: Path) -> None:
     """Some of the variants that benchmarks/gpu/compile.py compiles, for a GPU that is not here; none may spill."""
     code = (
-        "import gpu_compile as g, torch\n"
+        "import torch\nfrom benchmarks.gpu import compile as g\n"
         "first = {}\n"
         "for fmt, rank in (('int3-g64', 0), ('e8p-2', 2)):\n"
         f"    for v in g.record({arch!r}, g.parse_format(fmt), rank, 'int3', torch.bfloat16):\n"
