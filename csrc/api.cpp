@@ -1,5 +1,7 @@
-// The C interface: range checks, then the engine. No exception leaves it.
+// The C interface: range checks of scalars, then the engine. Every exception ends here, as a code and a line.
+#include <exception>
 #include <new>
+#include <system_error>
 
 #include "engine.h"
 #include "dispatch.h"
@@ -14,23 +16,34 @@ bool known_dtype(int64_t d) { return d == TRILOBITE_F32 || d == TRILOBITE_F16 ||
 bool known_digits(int64_t d) { return d == TRILOBITE_EXACT || d == TRILOBITE_INT8; }
 int threads_of(int64_t wanted) { return wanted < 1 ? 1 : wanted > MAX_THREADS ? MAX_THREADS : (int)wanted; }
 
-// Runs body, which returns false after fail(); turns lack of memory into an error too.
-template <typename Body> int guarded(Body body) {
+// Runs body, which returns false after fail(). Python's frames know nothing of C++ exceptions: one that left would end
+// the process.
+template <typename Body> int guarded(Body body) noexcept {
   try {
-    return body() ? 0 : -1;
+    return body() ? 0 : TRILOBITE_REFUSED;
   } catch (const std::bad_alloc &) {
-    fail("out of memory");
-    return -1;
+    fail("the machine has too little memory for this call: pass fewer tokens at a time, or free some");
+  } catch (const std::system_error &e) {
+    fail("a thread of the CPU engine cannot start (%s): raise the limit of processes (ulimit -u), or set "
+         "TRILOBITE_THREADS=1", e.what());
+  } catch (const std::exception &e) {
+    fail("the CPU engine failed: %s", e.what());
+  } catch (...) {
+    fail("the CPU engine failed");
   }
+  return TRILOBITE_EXHAUSTED;
 }
 
 bool check_experts(const trilobite_experts_args &a) {
   if (!known_dtype(a.dtype) || !known_dtype(a.weights_dtype) || !known_dtype(a.bias_dtype) || !known_digits(a.digits) ||
       (a.index_bytes != 8 && a.index_bytes != 4))
     return fail("experts: unknown element type or mode");
-  if (a.tokens < 0 || a.active < 1 || a.experts < 1 || a.active > (1 << 20))
+  constexpr int64_t LIMIT = 1 << 20;  // with those of describe(), keeps every product of sizes within int64
+  if (a.tokens < 0 || a.active < 1 || a.experts < 1 || a.active > LIMIT || a.experts > LIMIT)
     return fail("experts: %lld tokens, %lld active of %lld experts", (long long)a.tokens, (long long)a.active,
                 (long long)a.experts);
+  if (a.hidden < 1 || a.intermediate < 1 || a.hidden > MOST_SIDE || a.intermediate > MOST_SIDE)
+    return fail("experts: matrices of %lld and %lld are out of range", (long long)a.hidden, (long long)a.intermediate);
   return true;
 }
 
@@ -81,8 +94,15 @@ const char *trilobite_tier(void) { return tier().name; }
 int trilobite_set_tier(const char *name) { return choose_tier(name) ? 0 : -1; }
 int64_t trilobite_max_threads(void) { return max_threads(); }
 double trilobite_read_seconds(const void *data, int64_t bytes, int64_t threads) {
-  return read_seconds(data, bytes, threads_of(threads));
+  double seconds = 0;
+  const int code = guarded([&] { return seconds = read_seconds(data, bytes, threads_of(threads)), true; });
+  return code ? code : seconds;
 }
 double trilobite_peak_macs(int64_t digits, int64_t threads) {
-  return known_digits(digits) ? peak_macs((int)digits, threads_of(threads)) : 0;
+  double macs = 0;
+  const int code = guarded([&] {
+    if (!known_digits(digits)) return fail("peak_macs: unknown mode");
+    return macs = peak_macs((int)digits, threads_of(threads)), true;
+  });
+  return code ? code : macs;
 }

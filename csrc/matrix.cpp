@@ -44,7 +44,7 @@ bool describe_lattice(const trilobite_matrix &w, Matrix *m) {
   if (w.bits != bits) return fail("%lld bits; the lattice record says %d", (long long)w.bits, bits);
   if (!(scale[0] >= 0 && scale[0] < INFINITY && scale[1] >= 0 && scale[1] < INFINITY))
     return fail("a lattice record with scales %g and %g", scale[0], scale[1]);
-  if (w.k % BLOCK) 
+  if (w.k % BLOCK)
     return fail("a lattice matrix with K=%lld, which is no multiple of %d", (long long)w.k, BLOCK);
   if (!fits(w.rotate_in, w.k) || !fits(w.rotate_out, w.n))
     return fail("a lattice matrix of [%lld, %lld] with transforms of other lengths", (long long)w.n, (long long)w.k);
@@ -88,10 +88,9 @@ bool fail(const char *format, ...) {
 const char *last_error() { return g_error; }
 
 bool describe(const trilobite_matrix &w, Matrix *m) {
-  constexpr int64_t LIMIT = 1 << 30;  // keeps every product of sizes below within int64
-  if (w.n < 1 || w.k < 1 || w.n > LIMIT || w.k > LIMIT)
+  if (w.n < 1 || w.k < 1 || w.n > MOST_SIDE || w.k > MOST_SIDE)
     return fail("a matrix of [%lld, %lld] is out of range", (long long)w.n, (long long)w.k);
-  if (w.rank < 0 || w.rank > LIMIT || (w.rank > 0 && w.rank_bits != 3 && w.rank_bits != 8 && w.rank_bits != 16))
+  if (w.rank < 0 || w.rank > MOST_SIDE || (w.rank > 0 && w.rank_bits != 3 && w.rank_bits != 8 && w.rank_bits != 16))
     return fail("a compensator of rank %lld in %lld bits; supported are 3, 8 and 16 bits", (long long)w.rank,
                 (long long)w.rank_bits);
   *m = Matrix{};

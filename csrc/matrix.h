@@ -5,6 +5,9 @@
 
 namespace trilobite {
 
+// Largest side of a matrix, and rank: products of sizes stay within int64.
+constexpr int64_t MOST_SIDE = 1 << 30;
+
 // Leaves a line for trilobite_error() and returns false, so that checks read `return fail(...)`.
 bool fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *last_error();

@@ -8,9 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <memory>
-#include <mutex>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -32,28 +30,60 @@ inline void wait_turn(int turn) {
   sched_yield();
 }
 
-constexpr auto SPIN = std::chrono::milliseconds(2);  // longer than what lies between two layers: waking takes 50 microseconds
+// Longer than what lies between two layers of a model that decodes: to wake a thread takes 50 microseconds.
+constexpr auto SPIN = std::chrono::milliseconds(2);
+
+}  // namespace
+
+template <typename Ready> void Signal::wait(Ready ready) {
+  const auto start = std::chrono::steady_clock::now();
+  for (int turn = 0; turn % 32 || std::chrono::steady_clock::now() - start < SPIN; turn++) {
+    if (ready()) return;
+    wait_turn(turn);
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  sleeping_.fetch_add(1);
+  wake_.wait(lock, ready);
+  sleeping_.fetch_sub(1);
+}
+
+// What `ready` looks at has changed before. Either this sees the sleeper, or the sleeper sees the change: all of it is
+// sequentially consistent.
+void Signal::notify() {
+  if (sleeping_.load() == 0) return;
+  { std::lock_guard<std::mutex> lock(mutex_); }
+  wake_.notify_all();
+}
+
+namespace {
 
 class Pool {
  public:
+  // Throws std::system_error when a thread cannot start; those that have started end.
   explicit Pool(int workers) {
-    for (int i = 0; i < workers; i++) threads_.emplace_back([this, i] { work(i + 1); });
-  }
-
-  ~Pool() {
-    post(nullptr, 0);
-    for (auto &t : threads_) t.join();
+    try {
+      for (int i = 0; i < workers; i++) threads_.emplace_back([this, i] { work(i + 1); });
+    } catch (...) {
+      stop();
+      throw;
+    }
   }
 
   int size() const { return (int)threads_.size() + 1; }
   std::mutex &in_use() { return in_use_; }
 
-  // The caller holds in_use().
+  // The caller holds in_use(). `body` must not throw.
   void run(int threads, const std::function<void(int)> &body) {
-    running_.store(threads - 1, std::memory_order_relaxed);
+    running_.store(threads - 1);
     post(&body, threads);
     body(0);
-    for (int turn = 0; running_.load(std::memory_order_acquire) != 0; turn++) wait_turn(turn);
+    done_.wait([&] { return running_.load() == 0; });
+  }
+
+  void stop() {
+    post(nullptr, 0);
+    for (auto &t : threads_) t.join();
+    threads_.clear();
   }
 
  private:
@@ -62,47 +92,35 @@ class Pool {
       std::lock_guard<std::mutex> lock(mutex_);
       body_ = body;
       threads_wanted_ = threads;
-      job_.fetch_add(1, std::memory_order_release);
+      job_.fetch_add(1);
     }
-    if (sleeping_.load() > 0 || body == nullptr) wake_.notify_all();
-  }
-
-  void await_job(int seen) {
-    const auto start = std::chrono::steady_clock::now();
-    for (int turn = 0; turn % 32 || std::chrono::steady_clock::now() - start < SPIN; turn++) {
-      if (job_.load(std::memory_order_acquire) != seen) return;
-      wait_turn(turn);
-    }
-    std::unique_lock<std::mutex> lock(mutex_);
-    sleeping_.fetch_add(1);
-    wake_.wait(lock, [&] { return job_.load(std::memory_order_relaxed) != seen; });
-    sleeping_.fetch_sub(1);
+    posted_.notify();
   }
 
   void work(int thread) {
     for (int seen = 0;;) {
-      await_job(seen);
+      posted_.wait([&] { return job_.load() != seen; });
       const std::function<void(int)> *body;
       int wanted;
       {
         std::lock_guard<std::mutex> lock(mutex_);
-        seen = job_.load(std::memory_order_relaxed);
+        seen = job_.load();
         body = body_;
         wanted = threads_wanted_;
       }
       if (body == nullptr) return;
       if (thread >= wanted) continue;
       (*body)(thread);
-      running_.fetch_sub(1, std::memory_order_release);
+      if (running_.fetch_sub(1) == 1) done_.notify();
     }
   }
 
   std::vector<std::thread> threads_;
   std::mutex in_use_, mutex_;
-  std::condition_variable wake_;
+  Signal posted_, done_;
   const std::function<void(int)> *body_ = nullptr;
   int threads_wanted_ = 0;
-  std::atomic<int> job_{0}, running_{0}, sleeping_{0};
+  std::atomic<int> job_{0}, running_{0};
 };
 
 // A pool is leaked on purpose in a forked child, where its threads do not exist and its locks may be held.
@@ -116,9 +134,13 @@ void forget_pool() {
 
 struct Lifetime {
   Lifetime() { pthread_atfork(nullptr, nullptr, forget_pool); }
+  // Waits for a job that another thread runs, and keeps the pool: who comes later works alone, and nothing is freed
+  // under anybody.
   ~Lifetime() {
-    delete g_pool;
-    g_pool = nullptr;
+    std::lock_guard<std::mutex> lock(*g_guard);
+    if (g_pool == nullptr) return;
+    g_pool->in_use().lock();
+    g_pool->stop();
   }
 } g_lifetime;
 
@@ -173,13 +195,33 @@ void Team::share(int thread, int phase, int64_t tasks, const std::function<void(
 
 void Team::wait_for_all() {
   if (count_ == 1) return;
-  const int round = round_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == count_ - 1) {
-    arrived_.store(0, std::memory_order_relaxed);
-    round_.store(round + 1, std::memory_order_release);
-    return;
+  const int round = round_.load();
+  if (arrived_.fetch_add(1) == count_ - 1) {
+    arrived_.store(0);
+    round_.store(round + 1);
+    passed_.notify();
+  } else {
+    passed_.wait([&] { return round_.load() != round || failed_.load(); });
   }
-  for (int turn = 0; round_.load(std::memory_order_acquire) == round; turn++) wait_turn(turn);
+  if (failed_.load()) throw Abandoned();
+}
+
+void Team::run(int thread, const std::function<void(Team &, int)> &body) noexcept {
+  try {
+    body(*this, thread);
+  } catch (const Abandoned &) {
+  } catch (...) {
+    {
+      std::lock_guard<std::mutex> lock(first_error_mutex_);
+      if (!first_error_) first_error_ = std::current_exception();
+    }
+    failed_.store(true);
+    passed_.notify();
+  }
+}
+
+void Team::rethrow() const {
+  if (first_error_) std::rethrow_exception(first_error_);
 }
 
 void run_team(int threads, const std::function<void(Team &, int)> &body) {
@@ -189,7 +231,8 @@ void run_team(int threads, const std::function<void(Team &, int)> &body) {
     std::unique_lock<std::mutex> lock(p->in_use(), std::try_to_lock);
     if (lock.owns_lock()) {
       Team team(std::min(threads, p->size()));
-      return p->run(team.count(), [&](int thread) { body(team, thread); });
+      p->run(team.count(), [&](int thread) { team.run(thread, body); });
+      return team.rethrow();
     }
   }
   Team alone(1);

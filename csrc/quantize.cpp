@@ -1,8 +1,6 @@
 // Quantize rows of a matrix tile by tile (the loops of trilobite/quantize/matrix.py).
 #include "quantize.h"
 
-#include <stdlib.h>
-
 #include "dispatch.h"
 #include "engine.h"
 #include "matrix.h"
@@ -10,15 +8,6 @@
 
 namespace trilobite {
 namespace {
-
-// Work buffer of the calling thread, 64-byte aligned.
-struct Scratch {
-  void *data;
-  explicit Scratch(size_t bytes) : data(aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
-  ~Scratch() { free(data); }
-  Scratch(const Scratch &) = delete;
-  Scratch &operator=(const Scratch &) = delete;
-};
 
 QuantizeTile tile_at(const trilobite_quantize_args &a, int64_t band, int64_t g, void *scratch) {
   const int64_t groups = a.k / a.group, row = band * ROWS, line = row * groups + g, first = row * a.k + g * a.group;
@@ -50,15 +39,13 @@ bool quantize(const trilobite_quantize_args &a) {
     return fail("quantize: %lld bits, group %lld of %lld columns", (long long)a.bits, (long long)a.group, (long long)a.k);
   if (!a.symmetric && !a.offset) return fail("quantize: no room for offsets");
   const int64_t groups = a.k / a.group;
-  bool enough = true;
   run_team(a.threads < 1 ? 1 : (int)a.threads, [&](Team &team, int thread) {
-    Scratch scratch((size_t)a.group * (sizeof(float) * ROWS + ROWS));
-    if (!scratch.data) enough = false;
+    void *scratch = worker_workspace().get<uint8_t>(a.group * (sizeof(float) * ROWS + ROWS));
     team.share(thread, 0, ceil_div(a.rows, ROWS), [&](int64_t band) {
-      for (int64_t g = 0; scratch.data && g < groups; g++) tier().quantize_tile(tile_at(a, band, g, scratch.data));
+      for (int64_t g = 0; g < groups; g++) tier().quantize_tile(tile_at(a, band, g, scratch));
     });
   });
-  return enough ? true : fail("quantize: out of memory");
+  return true;
 }
 
 }  // namespace trilobite

@@ -1,6 +1,8 @@
-// The C interface of the CPU engine: pointers, sizes and integer codes. Loaded by trilobite/kernels/native.py with ctypes.
+// The C interface of the CPU engine: pointers, sizes and integer codes. Loaded by
+// trilobite/kernels/cpu/native.py with ctypes.
 //
-// Functions that can fail return 0, or -1 after leaving a line for trilobite_error(). They check what could make them
+// Functions that can fail return 0 or a trilobite_code, after leaving a line for trilobite_error(); no exception leaves
+// them, and the next call finds everything in order. They check what could make them
 // read or write out of bounds (the table of experts, shapes that do not fit); that pointers are what they claim to be
 // is the caller's promise.
 #ifndef TRILOBITE_H
@@ -12,6 +14,9 @@
 // Number of this interface: native.py refuses a library of another one.
 #define TRILOBITE_ABI 5
 TRILOBITE_API int trilobite_abi(void);
+
+// Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
+enum trilobite_code { TRILOBITE_REFUSED = -1, TRILOBITE_EXHAUSTED = -2 };
 
 // Element types of activations, routing weights, biases and results.
 enum trilobite_dtype { TRILOBITE_F32 = 0, TRILOBITE_F16 = 1, TRILOBITE_BF16 = 2 };
@@ -83,10 +88,11 @@ TRILOBITE_API int trilobite_set_tier(const char *name);
 // Threads that one call may use: affinity and cgroup quota, or TRILOBITE_THREADS.
 TRILOBITE_API int64_t trilobite_max_threads(void);
 
-// Seconds to read `bytes` bytes once with `threads` threads.
+// Seconds to read `bytes` bytes once with `threads` threads, or a trilobite_code.
 TRILOBITE_API double trilobite_read_seconds(const void *data, int64_t bytes, int64_t threads);
 
-// Multiply-accumulates per second of the tier's integer dot product, `threads` threads together.
+// Multiply-accumulates of codes and activations per second, `threads` threads together, in the products that the tier uses
+// for many tokens in a mode: of bytes or of bfloat16 numbers. Or a trilobite_code.
 TRILOBITE_API double trilobite_peak_macs(int64_t digits, int64_t threads);
 
 // Quantize w [rows, k] fp32 in groups. method: 0 rtn, 1 search, 2 hqq; steps: alternations of search from each start.

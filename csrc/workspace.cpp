@@ -20,6 +20,7 @@ void *Workspace::bytes(int64_t size) {
   size = ceil_div(std::max<int64_t>(size, 1), 64) * 64;
   if (pieces_.empty() || used_ + size > pieces_.back().size) {
     const int64_t room = std::max(size, PIECE);
+    pieces_.reserve(pieces_.size() + 1);  // so that nothing throws between an allocation and its owner
     auto *data = (uint8_t *)aligned_alloc(64, room);
     if (data == nullptr) throw std::bad_alloc();
     pieces_.push_back({data, room});

