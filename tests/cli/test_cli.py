@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from support.architectures import build_checkpoint
+from support.paths import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import MixtralForCausalLM, PreTrainedTokenizerFast
 
 import trilobite
 from trilobite import cli
+from trilobite.checkpoint.source import open_source
+from trilobite.cli import console
 from trilobite.cli import run as cli_run
 from trilobite.errors import EvaluationError
 from trilobite.kernels.cpu import engine as cpu
@@ -25,6 +29,7 @@ from trilobite.quantize.run.compress import compress
 from trilobite.recipe import PRESETS, load_recipe
 from trilobite.runtime.generate.cache import GrowingCache
 from trilobite.runtime.generate.chat import Chat
+from trilobite.runtime.generate.streamer import Streamer
 from trilobite.runtime.load import load_tokenizer
 
 TEXT = "the old man looked at the sea and the sea looked back. " * 30
@@ -337,7 +342,164 @@ def test_chat_with_a_template_forgets_the_oldest_turns(packed: Path) -> None:
     assert chat.messages[-2]["content"] == "5" * 80
 
 
+def test_generate_reads_standard_input(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea\n"))
+    assert run("generate", packed, "-", "-n", 8).out == run("generate", packed, "the sea", "-n", 8).out
+
+
+def test_stop_strings_end_the_text_before_them(run: Run) -> None:
+    """Also in the middle of a token, and where only half of a longer one comes."""
+    command = ("generate", ROOT / "examples" / "tiny-moe", "The sea", "-n", 12, "--device", "cpu")
+    whole = run(*command, "--json").json["text"]
+    stop = whole[5:8]
+    made = run(*command, "--stop", stop, "--stop", whole[9:] + "never", "--json").json
+    assert made["text"] == whole[: whole.index(stop)]
+    assert made["stop"] == "stop"
+    assert made["tokens"] < 12
+    assert run(*command, "--stop", stop).out == f"The sea{made['text']}\n"
+
+
+def test_a_beginning_of_a_stop_string_is_held_back() -> None:
+    pieces: list[str] = []
+    streamer = Streamer(
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())), pieces.append, ("END",)
+    )
+    for text in ("a E", "N", "x EN", "D b"):
+        streamer.on_finalized_text(text)
+    assert pieces == ["a ", "ENx "]
+    assert streamer.stopped
+
+
+def test_what_chooses_the_token(run: Run, packed: Path) -> None:
+    hot = ("generate", packed, "the sea", "-n", 12, "--temperature", 5, "--seed", 1, "--json")
+    greedy = run("generate", packed, "the sea", "-n", 12, "--json").json["text"]
+    assert run(*hot, "--top-k", 1).json["text"] == greedy != run(*hot).json["text"]
+    punished = run("generate", packed, "the sea", "-n", 12, "--repetition-penalty", 50, "--json").json["text"]
+    assert len(set(punished)) > len(set(greedy)) or punished != greedy
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--temperature", "1e-45"), "temperature 1e-45: expected 0"),
+        (("--repetition-penalty", "0"), "repetition penalty 0.0"),
+        (("--stop", ""), "an empty stop string"),
+    ],
+)
+def test_what_no_distribution_has_is_one_line(
+    run: Run, packed: Path, words: tuple[str, ...], message: str
+) -> None:
+    failed = run("generate", packed, "the sea", *words)
+    assert (failed.status, failed.err.count("\n")) == (1, 1)
+    assert message in failed.err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("garbage", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"eos_token_id": "abc"}', "eos_token_id is 'abc'"),
+        ('{"repetition_penalty": -1}', "strictly positive"),
+        ('{"num_beams": 4, "num_return_sequences": 3}', None),
+    ],
+)
+def test_a_generation_config_never_gives_a_traceback(
+    run: Run, packed: Path, tmp_path: Path, content: str, message: str | None
+) -> None:
+    shutil.copytree(packed, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text(content)
+    done = run("generate", tmp_path / "m", "the sea", "-n", 4)
+    if message is None:  # what the command line says holds
+        assert done.status == 0
+        return
+    assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
+    assert "generation_config.json" in done.err
+    assert message in done.err
+
+
+def test_text_that_is_none_is_one_line(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = run("generate", packed, "the \udcff sea")
+    assert (failed.status, failed.err.count("\n")) == (1, 1)
+    assert "from character 5 on" in failed.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\udcff\nthe sea\n"))
+    talked = run("chat", packed, "-n", 4)
+    assert talked.status == 0
+    assert "error: the prompt is not text" in talked.err
+    assert talked.err.count("tokens/s") == 1
+
+
+def test_a_chat_template_that_fails_is_one_line(
+    run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(packed, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea\n"))
+    talked = run("chat", tmp_path / "m", "-n", 4)
+    assert "error: the chat template of this checkpoint fails: TemplateError: no system role" in talked.err
+
+
+@pytest.mark.parametrize("name", ["MODEL", "SRC", "PATH"])
+def test_an_empty_model_is_wrong_usage(run: Run, name: str) -> None:
+    command = {"MODEL": ("generate", "", "x"), "SRC": ("plan", "", "-r", "rtn3"), "PATH": ("inspect", "")}
+    refused = run(*command[name])
+    assert refused.status == 2
+    assert name in refused.err
+
+
+@pytest.fixture(scope="module")
+def damaged(packed: Path) -> Path:
+    """NaN in the norm before the second layer's experts."""
+    path = packed.parent / "damaged"
+    shutil.copytree(packed, path)
+    name = "model.layers.1.post_attention_layernorm.weight"
+    (file,) = (f for f in path.glob("*.safetensors") if name in load_file(f))
+    info = open_source(str(path)).tensors[name]
+    with info.file.open("r+b") as handle:
+        handle.seek(info.offset)
+        handle.write(b"\xff\x7f" * (info.nbytes // 2))
+    assert file == info.file
+    return path
+
+
+def test_nan_logits_are_said_with_where_they_begin(
+    run: Run, damaged: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea\n"))
+    for command in (
+        ("generate", damaged, "the sea"),
+        ("generate", damaged, "the sea", "--temperature", 1),
+        ("eval", damaged, "--text", text, "--context", 64),
+        ("stats", damaged, "--text", text, "--context", 64, "-o", tmp_path / "s.json"),
+        ("chat", damaged),
+    ):
+        failed = run(*command)
+        assert "begins in model.layers.1.post_attention_layernorm;" in failed.err, command
+        assert failed.status == (0 if command[0] == "chat" else 1)
+    assert not (tmp_path / "s.json").exists()
+
+
 # Measuring.
+
+
+def test_the_default_context_is_the_models_own(run: Run, packed: Path, text: Path, tmp_path: Path) -> None:
+    data = run("eval", packed, "--text", text, "--json").json
+    assert (data["context"], data["windows"]) == (256, len(TEXT) // 256)
+    assert run("stats", packed, "--text", text, "-o", tmp_path / "s.json", "--json").json["tokens"] % 256 == 0
+
+
+def test_a_narrow_terminal_cuts_no_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("a role of some length", "123456789", "987654321", "555555555"), ("total", "1", "", "2")]
+    monkeypatch.setattr(console, "WIDTH", 40)
+    console.print_table(("role", "tensors", "params", "bytes"), rows)
+    printed = capsys.readouterr().out
+    assert "tensors 123456789\n" in printed
+    assert max(map(len, printed.splitlines())) <= 40
+    monkeypatch.setattr(console, "WIDTH", 60)
+    console.print_table(("role", "tensors", "params", "bytes"), rows)
+    assert "123456789" in capsys.readouterr().out.splitlines()[2]
 
 
 def test_eval_with_reference(run: Run, original: Path, packed: Path, text: Path) -> None:
@@ -431,7 +593,7 @@ def test_what_is_wrong_is_said_before_the_work(
         ("generate {packed} hello --device tpu", "device 'tpu'"),
         ("inspect {tmp}", "config.json: missing"),
         ("generate {packed} ''", "the prompt is empty"),
-        ("eval {packed} --text {text}", "use a smaller --context"),
+        ("eval {packed} --text {tmp}/short.txt", "use a smaller --context"),
         ("eval {packed} --text {tmp}/none.txt --context 64", "cannot be read"),
         ("stats {original} --text {text} --samples 1 --context 64 -o {tmp}/none/s.json", "cannot be written"),
         ("stats {original} --text {text} --context 999 -o {tmp}/s.json", "made for 256 tokens, got 999"),
@@ -449,6 +611,7 @@ def test_what_is_wrong_is_said_before_the_work(
 def test_a_mistake_is_one_line(
     run: Run, original: Path, packed: Path, text: Path, tmp_path: Path, command: str, message: str
 ) -> None:
+    (tmp_path / "short.txt").write_text("the sea")
     (tmp_path / "bad.yaml").write_text("rules: [\n  {roles: [expert")
     (tmp_path / "typo.yaml").write_text(yaml.safe_dump({"rules": [{"fromat": "int3-g64"}]}))
     folders = {"original": original, "packed": packed, "text": text, "tmp": tmp_path}

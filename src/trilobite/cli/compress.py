@@ -43,6 +43,7 @@ from trilobite.cli.options import (
     chosen_calibration,
     chosen_recipe,
     frequencies,
+    named,
     usable_device,
 )
 from trilobite.signals import tell_state
@@ -58,7 +59,7 @@ SCARCE = 20
 """Lines of the table of experts that saw few tokens."""
 COLUMNS = ("role", "format", "tensors", "params", "bytes", "bits/weight", "rank", "error")
 SourceArgument = Annotated[
-    str, typer.Argument(help="Folder of the original checkpoint, or a hub id.", metavar="SRC")
+    str, typer.Argument(help="Folder of the original checkpoint, or a hub id.", callback=named, metavar="SRC")
 ]
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 WIDTH = 160
 """Of tables when the output is no terminal: nothing is cut off in a log."""
+NARROWEST = 12
+"""Columns of text may be folded to this; numbers are never folded."""
 NOTE_SECONDS = 30.0
 """How often progress is noted where there is no terminal to draw a bar on."""
 
@@ -44,8 +46,21 @@ def print_table(
         table.add_row(*row)
     width = None if sys.stdout.isatty() else WIDTH
     console = Console(width=width, markup=False, highlight=False)
-    console.print(table)
+    numbers = sum(max(len(r[i]) for r in (columns, *rows)) + 1 for i in range(left, len(columns)))
+    if numbers + left * NARROWEST > console.width:
+        _print_entries(columns, rows)
+    else:
+        console.print(table)
     console.print()
+
+
+def _print_entries(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """What a table says, where the terminal is too narrow for one: a line for every cell that is not empty."""
+    for first, *cells in rows:
+        print(first)
+        for column, cell in zip(columns[1:], cells, strict=False):
+            if cell:
+                print(" ", *filter(None, (column, cell)))
 
 
 def size(nbytes: float) -> str:

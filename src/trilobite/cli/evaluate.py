@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from trilobite.evaluate.perplexity import Score
 
 TextOption = Annotated[Path | None, typer.Option("--text", help="A UTF-8 text file.", metavar="FILE")]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        help="Tokens in a window of the text; default: the model's own, at most 2048 (stats: 512).",
+        min=2,
+        metavar="N",
+    ),
+]
 BatchOption = Annotated[
     int | None,
     typer.Option("--batch", help="Windows in a forward pass; default: what fits.", min=1, metavar="N"),
@@ -36,7 +45,7 @@ DataOption = Annotated[
 def evaluate(
     model: ModelArgument,
     text: TextOption = None,
-    context: Annotated[int, typer.Option(help="Tokens in a window of the text.", min=2, metavar="N")] = 2048,
+    context: WindowOption = None,
     batch: BatchOption = None,
     reference: ReferenceOption = None,
     tasks: TasksOption = None,
@@ -44,7 +53,7 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(help="Only the first N items of each task.", min=1, metavar="N")
     ] = None,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = "auto",
     activations: ActivationsOption = "exact",
     json: JsonOption = False,
 ) -> None:
@@ -64,7 +73,7 @@ def evaluate(
     if not names and (data or limit):
         raise typer.BadParameter(f"--{'data' if data else 'limit'} goes with --tasks")
     from trilobite import load
-    from trilobite.evaluate.measure import fitting_batch, score_file
+    from trilobite.evaluate.measure import default_context, fitting_batch, score_file
     from trilobite.evaluate.tasks import load_tasks, run_tasks
     from trilobite.runtime.load import load_tokenizer
 
@@ -73,8 +82,9 @@ def evaluate(
         on = usable_device(device)
         ready = load_tasks(names, data=data) if names else {}
         loaded, tokenizer = load(model, device=on), load_tokenizer(model)
+        original = load(reference, device=on) if reference else None
+        context = context or default_context(2048, *filter(None, (loaded, original)))
         if text is not None:
-            original = load(reference, device=on) if reference else None
             with Progress() as bars:
                 sizes: Any = {"context": context, "batch": batch, "progress": bars.step("windows")}
                 score = score_file(loaded, tokenizer, text, reference=original, **sizes)
@@ -131,9 +141,9 @@ def stats(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Where to write the frequencies (JSON).", metavar="FILE")
     ] = Path("stats.json"),
-    context: Annotated[int, typer.Option(help="Tokens in a window of the text.", min=2, metavar="N")] = 512,
+    context: WindowOption = None,
     samples: Annotated[int | None, typer.Option(help="Only the first N windows.", min=1, metavar="N")] = None,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Count how often a text uses each expert.
@@ -151,15 +161,16 @@ def stats(
         raise DestinationError(f"{output}: is the text itself; choose another file for the counts")
     from trilobite import load
     from trilobite.evaluate.frequency import save_frequency
-    from trilobite.evaluate.measure import count_experts
+    from trilobite.evaluate.measure import count_experts, default_context
     from trilobite.runtime.load import load_tokenizer
 
     with quiet(), Progress() as bars:
+        loaded = load(model, device=usable_device(device))
         counts, tokens = count_experts(
-            load(model, device=usable_device(device)),
+            loaded,
             load_tokenizer(model),
             text,
-            context=context,
+            context=context or default_context(512, loaded),
             samples=samples,
             progress=bars.step("windows"),
         )

@@ -7,7 +7,7 @@ import typer
 
 from trilobite.cli.compress import print_kept, print_report
 from trilobite.cli.console import Progress, count, number, print_json, print_table, size
-from trilobite.cli.options import JsonOption, RevisionOption
+from trilobite.cli.options import JsonOption, RevisionOption, named
 
 if TYPE_CHECKING:
     from trilobite.checkpoint.summary import RoleSummary
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(help="An original or a packed checkpoint: folder or hub id.", metavar="PATH")
+        str,
+        typer.Argument(
+            help="An original or a packed checkpoint: folder or hub id.", callback=named, metavar="PATH"
+        ),
     ],
     samples: Annotated[
         int, typer.Option(help="Measure at most so many matrices of each role; 0 = none.", min=0, metavar="N")

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
     from trilobite.quantize.calibrate.windows import Calibration
 
+
+def named(model: str) -> str:
+    """Refuse an empty name, which would be the folder one stands in."""
+    if not model.strip():
+        raise typer.BadParameter("is empty; give a folder or a hub id")
+    return model
+
+
 RecipeOption = Annotated[
     str,
     typer.Option(

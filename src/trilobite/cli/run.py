@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trilobite.cli.console import note, print_json, quiet
-from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
+from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, named, usable_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from trilobite.runtime.generate.text import Generated
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A packed or an original checkpoint: folder or hub id.", metavar="MODEL")
+    str,
+    typer.Argument(
+        help="A packed or an original checkpoint: folder or hub id.", callback=named, metavar="MODEL"
+    ),
 ]
 
 
@@ -37,6 +40,22 @@ TopPOption = Annotated[
     typer.Option(
         help="Sample among the likeliest tokens of this total probability.", min=0.0, max=1.0, metavar="P"
     ),
+]
+TopKOption = Annotated[
+    int,
+    typer.Option("--top-k", help="Sample among the N likeliest tokens; 0 = all.", min=0, metavar="N"),
+]
+PenaltyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        help="Above 1: what the text holds already becomes less likely; default: the checkpoint's own.",
+        metavar="X",
+    ),
+]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option("--stop", help="End the text before this string; repeat it for several.", metavar="TEXT"),
 ]
 CompileOption = Annotated[
     bool,
@@ -68,14 +87,17 @@ def _fixed_cache(compiled: bool, model: "PreTrainedModel") -> "FixedCache | None
 
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str, typer.Argument(help="What to continue.", metavar="PROMPT")],
+    prompt: Annotated[str, typer.Argument(help="What to continue; - = standard input.", metavar="PROMPT")],
     tokens: Annotated[
         int, typer.Option("-n", "--tokens", help="At most so many tokens.", min=1, metavar="N")
     ] = 64,
     seed: SeedOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
-    device: DeviceOption = "cpu",
+    top_k: TopKOption = 0,
+    repetition_penalty: PenaltyOption = None,
+    stop: StopOption = None,
+    device: DeviceOption = "auto",
     compiled: CompileOption = False,
     activations: ActivationsOption = "exact",
     json: JsonOption = False,
@@ -92,7 +114,16 @@ def generate(
     from trilobite.runtime.load import load_tokenizer
 
     with quiet():
-        sampling = runtime.Sampling(temperature=temperature, top_p=top_p, seed=seed)
+        sampling = runtime.Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+            stop=tuple(stop or ()),
+            seed=seed,
+        )
+        if prompt == "-":
+            prompt = sys.stdin.read().removesuffix("\n")
         loaded, tokenizer = load(model, device=_place(device, compiled)), load_tokenizer(model)
         echo = _Echo(prompt)
         made = runtime.generate(
@@ -141,7 +172,10 @@ def chat(
     seed: SeedOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
-    device: DeviceOption = "cpu",
+    top_k: TopKOption = 0,
+    repetition_penalty: PenaltyOption = None,
+    stop: StopOption = None,
+    device: DeviceOption = "auto",
     compiled: CompileOption = False,
     activations: ActivationsOption = "exact",
 ) -> None:
@@ -159,7 +193,14 @@ def chat(
     from trilobite.runtime.load import load_tokenizer
 
     with quiet():
-        sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+        sampling = Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+            stop=tuple(stop or ()),
+            seed=seed,
+        )
         loaded = load(model, device=_place(device, compiled))
         talk = Chat(loaded, load_tokenizer(model), sampling, _fixed_cache(compiled, loaded))
         if not talk.has_template:
@@ -197,7 +238,9 @@ def _write(text: str) -> None:
 
 
 def _speed(made: "Generated") -> str:
-    stop = {"end": "", "length": "", "context": "; stopped where the model's context ends"}[made.stop]
+    stop = {"end": "", "stop": "", "length": "", "context": "; stopped where the model's context ends"}[
+        made.stop
+    ]
     remembered = f" ({made.remembered} remembered)" if made.remembered else ""
     return (
         f"{made.tokens} tokens, {made.tokens_per_second:.1f} tokens/s; "

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from trilobite.checkpoint.files import write_whole
 from trilobite.errors import DestinationError, EvaluationError
+from trilobite.runtime.finite import finite, not_finite
 from trilobite.runtime.routing import INDEX_NAMES, index_of, routes_by_index
 
 
@@ -30,7 +31,8 @@ def expert_frequency(
 
     ids: [W, context] int64, the windows; every token counts A times per layer, once for each of its experts
     batch: windows per forward pass    progress: called with (windows done, windows in all) after every batch
-    returns: layer -> E counts, in the order of layers. Raises EvaluationError for a model without MoE layers.
+    returns: layer -> E counts, in the order of layers. Raises EvaluationError for a model without MoE layers, and for
+    one whose numbers become NaN or infinite.
     """
     layers = _moe_layers(model)
     counts = {layer: torch.zeros(int(m.num_experts), dtype=torch.int64) for layer, m in layers.items()}
@@ -44,7 +46,9 @@ def expert_frequency(
             for start in range(0, len(ids), max(1, batch)):
                 block = ids[start : start + max(1, batch)]
                 # the body without the head: nothing here needs the logits
-                model.base_model(input_ids=block.to(model.device), use_cache=False)
+                ids_there = block.to(model.device)
+                if not finite(model.base_model(input_ids=ids_there, use_cache=False)[0]):
+                    raise not_finite(model, {"input_ids": ids_there})
                 if progress:
                     progress(start + len(block), len(ids))
     finally:

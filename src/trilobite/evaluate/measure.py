@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trilobite.evaluate.frequency import expert_frequency
 from trilobite.evaluate.perplexity import Score, check_windows, score, tokenize_file, windows
 from trilobite.evaluate.trace import Trace, trace
+from trilobite.runtime.generate.text import context_length
 
 LOGITS_BYTES = 256 * 2**20
 """A forward pass over a batch of windows makes at most this much of logits, in fp32."""
@@ -20,6 +21,11 @@ def fitting_batch(model: PreTrainedModel, context: int) -> int:
     """How many windows may go through the model at a time."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     return max(1, min(MAX_BATCH, LOGITS_BYTES // (4 * vocabulary * max(1, context))))
+
+
+def default_context(most: int, *models: PreTrainedModel) -> int:
+    """Tokens of a window where nobody says: at most `most`, fewer where one of the models was made for fewer."""
+    return min(most, *(limit for model in models if (limit := context_length(model))), most)
 
 
 def score_file(

@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trilobite.errors import EvaluationError
+from trilobite.runtime.finite import finite, not_finite
+from trilobite.runtime.generate.text import context_length
 
 CHUNK_ELEMENTS = 2**23
 """Logits taken to float32 at a time (32 MiB); 2,048 tokens of a 150,000-word vocabulary would be 1.2 GB."""
@@ -122,7 +124,10 @@ def score(
         for name, model in runs.items():
             started = perf_counter()
             logits = original if original is not None and model is reference else _logits(model, block)
-            sums[name].add(name, logits, block, original)
+            try:
+                sums[name].add(name, logits, block, original)
+            except _NotFiniteError as e:
+                raise not_finite(model, {"input_ids": block.to(model.device)}, name) from e
             sums[name].seconds += perf_counter() - started
             if name == REFERENCE:
                 original = logits
@@ -149,11 +154,11 @@ class _Sums:
                 "compare a model with the checkpoint it was made from"
             )
         for window, rows in _chunks(*logits.shape):
-            log_q = _log_softmax(name, logits[window, rows])
+            log_q = _log_softmax(logits[window, rows])
             targets = block[window, rows.start + 1 : rows.stop + 1].to(log_q.device)
             self.nll -= log_q.gather(1, targets[:, None]).sum(dtype=torch.float64).item()
             if original is not None:
-                log_p = _log_softmax(REFERENCE, original[window, rows].to(log_q.device))
+                log_p = _log_softmax(original[window, rows].to(log_q.device))
                 self.same += int((log_p.argmax(1) == log_q.argmax(1)).sum())
                 self.kl += (log_q.neg_().add_(log_p).mul_(log_p.exp_())).sum(dtype=torch.float64).item()
         self.windows += len(block)
@@ -182,7 +187,7 @@ def _check(name: str, model: PreTrainedModel, context: int, last_id: int) -> Non
 def check_windows(name: str, model: PreTrainedModel, context: int, last_id: int) -> None:
     """Raise EvaluationError when windows of `context` tokens, ids up to `last_id`, do not fit the model."""
     config: Any = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = context_length(model)
     if limit and context > limit:
         raise EvaluationError(f"{name}: made for {limit} tokens, got {context}; use --context {limit}")
     if last_id >= config.vocab_size:
@@ -206,11 +211,14 @@ def _chunks(batch: int, length: int, vocabulary: int) -> Iterator[tuple[int, sli
             yield window, slice(start, min(start + size, length - 1))
 
 
-def _log_softmax(name: str, logits: Tensor) -> Tensor:
+class _NotFiniteError(Exception):
+    """Logits are NaN or infinite; `score` knows whose."""
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
     """logits: [R, V], any float dtype    returns: [R, V] float32."""
-    low, high = logits.aminmax()  # one pass without a mask; a NaN anywhere becomes both
-    if not (low.isfinite() and high.isfinite()):
-        raise EvaluationError(f"{name}: logits are NaN or infinite; damaged checkpoint, or float16 overflow")
+    if not finite(logits):
+        raise _NotFiniteError
     return logits.float().log_softmax(-1)
 
 

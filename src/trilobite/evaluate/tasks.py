@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trilobite.errors import EvaluationError, MissingExtraError, TrilobiteError
 from trilobite.evaluate.task_data import SHOTS
+from trilobite.runtime.finite import checked_logits
 
 TASK_FILES = Path(__file__).with_name("task_files")
 TASKS = tuple(sorted(path.stem for path in TASK_FILES.glob("*.yaml")))
@@ -49,14 +50,14 @@ def run_tasks(
     limit: only the first `limit` items of every task, and of every member of a group
     returns: task -> {metric: value, metric_stderr: its standard error where there is one, "n": items scored};
         the members of a group follow it under their own names (mmlu, mmlu_anatomy, ...)
-    Raises EvaluationError for a result that is NaN.
+    Raises EvaluationError for a result that is NaN, and for logits that are.
     """
     from lm_eval.models.huggingface import HFLM
 
     if limit is not None and limit < 1:
         raise EvaluationError(f"limit {limit}: no items; use --limit 1 or more, or leave it out")
     results: dict[str, dict[str, float]] = {}
-    with _quiet():
+    with _quiet(), checked_logits(model):
         # a copy, because lm_eval gives the tokenizer a padding token
         lm = HFLM(
             pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch, trust_remote_code=False
@@ -154,7 +155,21 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with redirect_stdout(sys.stderr), patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}):
+        with redirect_stdout(sys.stderr), patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}), _bars():
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _bars() -> Iterator[None]:
+    """Progress bars, lm_eval's and those of what it calls, where there is a terminal to draw them on."""
+    from tqdm import tqdm
+
+    begin = tqdm.__init__
+
+    def hidden(bar: Any, *args: Any, **kwargs: Any) -> None:
+        begin(bar, *args, **{**kwargs, "disable": True})
+
+    with nullcontext() if sys.stderr.isatty() else patch.object(tqdm, "__init__", hidden):
+        yield

@@ -66,5 +66,5 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
                 f"{path}: its tokenizer is Python code in the checkpoint (auto_map in tokenizer_config.json), which "
                 "trilobite never runs, and no option makes it; put a tokenizer.json beside the weights"
             ) from e
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0].partition(" from one of:")[0]
         raise CheckpointError(f"{path}: no usable tokenizer: {reason}; copy the tokenizer files") from e

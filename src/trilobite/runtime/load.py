@@ -65,9 +65,26 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
             f"{source.path}: {len(names)} tensors are missing, first {names[0]}; copy it again"
         )
     if (source.path / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(source.path)
+        model.generation_config = _generation_config(source.path)
     model.name_or_path = str(source.path)
     return _to_device(model, device).eval()
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """Raises CheckpointError for a file that transformers cannot read, or whose token ids are no integers."""
+    try:
+        config = GenerationConfig.from_pretrained(folder)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+            value = getattr(config, name)
+            if not all(
+                type(i) is int for i in (value if isinstance(value, list) else [value]) if value is not None
+            ):
+                raise ValueError(f"{name} is {value!r}, expected integers")
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'}: cannot be read: {e}; copy it again, or delete it"
+        ) from e
+    return config
 
 
 def _to_device(model: PreTrainedModel, device: str) -> PreTrainedModel:

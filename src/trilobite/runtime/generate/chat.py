@@ -8,8 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from trilobite.errors import EvaluationError
 from trilobite.runtime.generate.cache import GrowingCache, TextCache
-from trilobite.runtime.generate.text import Generated, OnText, Sampling, context_length, continue_ids
+from trilobite.runtime.generate.streamer import OnText
+from trilobite.runtime.generate.text import Generated, Sampling, check_text, context_length, continue_ids
 
 Messages = list[dict[str, str]]
 """Turns by turns, as chat templates take them: role (user, assistant) and content."""
@@ -47,8 +49,10 @@ class Chat:
     def ask(self, message: str, *, tokens: int, on_text: OnText | None = None) -> Generated:
         """Say something and get the answer, of at most `tokens` tokens.
 
-        Raises EvaluationError for a message too long for the context; the history stays as it was.
+        Raises EvaluationError for a message too long for the context, or refused by the chat template; the history
+        stays as it was.
         """
+        check_text(message)
         limit = context_length(self.model)
         room = max(1, limit - min(tokens, limit // 2)) if limit else None
         messages, ids = self._prompt([*self.messages, {"role": "user", "content": message}], room)
@@ -75,7 +79,7 @@ class Chat:
 
     def _ids(self, messages: Messages) -> Tensor:
         if self.has_template:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._written(messages)
         else:
             text = "".join(m["content"] + "\n" * (m["role"] == "assistant") for m in messages)
         special = not self.has_template  # a template writes them itself
@@ -83,3 +87,16 @@ class Chat:
             text, add_special_tokens=special, return_tensors="pt", verbose=False
         ).input_ids
         return ids
+
+    def _written(self, messages: Messages) -> str:
+        """The conversation through the chat template, a program of the checkpoint's that may fail in any way."""
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as e:
+            raise EvaluationError(
+                f"the chat template of this checkpoint fails: {type(e).__name__}: {e}; correct it in "
+                "chat_template.jinja or tokenizer_config.json"
+            ) from e
+        return text

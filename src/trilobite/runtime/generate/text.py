@@ -3,37 +3,69 @@
 generate(model, tokenizer, "The sea", tokens=64, sampling=Sampling()).text
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, TextStreamer
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from trilobite.errors import DeviceError, EvaluationError
+from trilobite.errors import CheckpointError, DeviceError, EvaluationError, TrilobiteError
+from trilobite.runtime.finite import FiniteLogits
 from trilobite.runtime.generate.cache import TextCache
+from trilobite.runtime.generate.streamer import OnText, Streamer
 
-OnText = Callable[[str], None]
-"""Called with each new piece of text, as soon as it is sure."""
+COLDEST = 1e-5
+"""Lowest temperature above 0: logits divided by less leave float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 = always the likeliest    seed None = random."""
+    """How the next token is chosen, and where the text ends.
+
+    temperature: 0 = always the likeliest    top_k: only among so many of the likeliest, 0 = all    seed: None = random
+    repetition_penalty: above 1 makes tokens of the text so far less likely, None = as the checkpoint says
+    stop: strings that end the text, and do not belong to it
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise EvaluationError for what no distribution has."""
+        if self.temperature and not COLDEST <= self.temperature < inf:
+            raise EvaluationError(
+                f"temperature {self.temperature}: expected 0 (always the likeliest token), or {COLDEST} and more"
+            )
+        if not 0 <= self.top_p <= 1:
+            raise EvaluationError(f"top-p {self.top_p}: expected a probability, 0 to 1")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < inf:
+            raise EvaluationError(
+                f"repetition penalty {self.repetition_penalty}: expected a number above 0; 1 = none"
+            )
+        if "" in self.stop:
+            raise EvaluationError("an empty stop string: expected at least one character")
 
     def settings(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`; they overrule a checkpoint's generation_config.json."""
+        chosen: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1}
+        if self.repetition_penalty is not None:
+            chosen["repetition_penalty"] = self.repetition_penalty
+        if self.stop:
+            chosen["stop_strings"] = list(self.stop)
         if not self.temperature:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+            return chosen | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return chosen | {"do_sample": True} | drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +73,8 @@ class Generated:
     """A continuation. prompt_tokens, tokens: read and made    prompt_seconds: until the first token.
 
     remembered: tokens of the prompt that were in the cache
-    seconds: for all tokens after the first    stop: why it ended: "end" (the model), "length", "context"
+    seconds: for all tokens after the first
+    stop: why it ended: "end" (the model), "stop" (a stop string), "length", "context"
     """
 
     text: str
@@ -73,6 +106,7 @@ def generate(
     cache: of this model; it may remember the beginning of the prompt, or let the step be compiled
     Raises EvaluationError for a prompt that is empty, or that leaves no room in the context.
     """
+    check_text(prompt)
     ids = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids
     return continue_ids(model, tokenizer, ids, tokens=tokens, sampling=sampling, on_text=on_text, cache=cache)
 
@@ -97,16 +131,19 @@ def continue_ids(
     remembered = 0 if past is None else int(past.get_seq_length())
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
-    streamer = _Streamer(tokenizer, on_text)
+    streamer = Streamer(tokenizer, on_text, sampling.stop)
     ids = ids.to(model.device)
     started = perf_counter()
-    with _memory_for(length, model.device):
+    with _memory_for(length, model.device), _blamed_on_settings(model):
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=past,
             max_new_tokens=most,
             streamer=streamer,
+            tokenizer=tokenizer,
+            logits_processor=[FiniteLogits(model, ids)],
+            stopping_criteria=[streamer.stop_at],
             pad_token_id=_first(model.generation_config.pad_token_id, model.generation_config.eos_token_id),
             **sampling.settings(),
         )
@@ -114,7 +151,7 @@ def continue_ids(
         cache.keep(past, output)
     made = streamer.times
     whole = len(made) == most and int(output[0, -1]) not in _ends(model)
-    stop = "end" if not whole else "length" if tokens <= room else "context"
+    stop = "stop" if streamer.stopped else "end" if not whole else "length" if tokens <= room else "context"
     return Generated(
         text="".join(streamer.pieces),
         prompt_tokens=ids.shape[1],
@@ -138,25 +175,32 @@ def _memory_for(tokens: int, device: torch.device) -> Iterator[None]:
         ) from e
 
 
-class _Streamer(TextStreamer):  # type: ignore[misc]
-    """Hands text on instead of printing it, and keeps the time of every token."""
+def check_text(text: str) -> None:
+    """Raise EvaluationError for a text with bytes that were no text, as the command line and pipes may have them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise EvaluationError(
+            f"the prompt is not text in the encoding of this terminal (UTF-8?), from character {e.start + 1} on; "
+            "convert it with iconv"
+        ) from e
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText | None) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
-        self.pieces: list[str] = []
-        self.times: list[float] = []
 
-    def put(self, value: Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            self.times.append(perf_counter())
-        super().put(value)
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self.pieces.append(text)
-            if self.on_text:
-                self.on_text(text)
+@contextmanager
+def _blamed_on_settings(model: PreTrainedModel) -> Iterator[None]:
+    """What transformers' generation refuses before it runs the model comes from generation_config.json."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as e:
+        trace = e.__traceback__
+        while trace and trace.tb_next:
+            trace = trace.tb_next
+        module = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+        if isinstance(e, TrilobiteError) or not module.startswith("transformers.generation"):
+            raise
+        raise CheckpointError(
+            f"{model.name_or_path}/generation_config.json: transformers refuses it: {e}; correct or delete the file"
+        ) from e
 
 
 def context_length(model: PreTrainedModel) -> int | None:
