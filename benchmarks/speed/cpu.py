@@ -32,11 +32,12 @@ from trilobite.evaluate.perplexity import score, tokenize_file
 from trilobite.formats.incoherence import draw_signs
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.layer import ExpertsLayer
+from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 from trilobite.measure.shapes import Layer
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import Format, LatticeFormat, load_recipe
 from trilobite.runtime.load import load, load_tokenizer
+from trilobite.runtime.modules.swap import configure
 
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 512)
 
@@ -80,7 +81,9 @@ class Result:
     gmacs: float
 
 
-def measure(layer: Layer, experts: ExpertsLayer, per_expert: float, tokens: int, repeats: int) -> Result:
+def measure(
+    layer: Layer, experts: ExpertsLayer, per_expert: float, tokens: int, repeats: int, mode: str = "exact"
+) -> Result:
     """Run the operator on fresh routing each time, with a probe of the same memory before and after."""
     times, probes, used = [], [], []
     probe = cpu.measure_read_bandwidth(experts.slab, 1)
@@ -88,7 +91,7 @@ def measure(layer: Layer, experts: ExpertsLayer, per_expert: float, tokens: int,
         index, weights = routing(layer, tokens)
         x = torch.randn(tokens, layer.hidden, dtype=torch.bfloat16)
         start = time.perf_counter()
-        ops.experts(x, index, weights, experts)
+        ops.experts(x, index, weights, experts, CpuSettings(mode))
         times.append(time.perf_counter() - start)
         used.append(per_expert * len(index.unique()))
         after = cpu.measure_read_bandwidth(experts.slab, 1)
@@ -115,8 +118,7 @@ def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     for layer, bits, rank in cases:
         experts, per_expert = make_layer(layer, Format(bits=bits, group=64), rank)
         for mode in ("exact", "int8"):
-            with cpu.activations(mode):
-                r = measure(layer, experts, per_expert, 1, 9 if quick else 25)
+            r = measure(layer, experts, per_expert, 1, 9 if quick else 25, mode)
             name = f"{layer.name} INT{bits} g64" + (f" + rank {rank}" if rank else "")
             rows.append(
                 (
@@ -142,8 +144,7 @@ def experts_of_many_tokens(quick: bool) -> tuple[str, list[dict[str, Any]]]:
         for tokens in (1, 8, 32, 512) if quick else TOKENS:
             cells = [layer.name, str(tokens)]
             for mode in ("exact", "int8"):
-                with cpu.activations(mode):
-                    r = measure(layer, experts, per_expert, tokens, 3 if tokens > 64 else 7)
+                r = measure(layer, experts, per_expert, tokens, 3 if tokens > 64 else 7, mode)
                 cells += [f"{r.milliseconds:.1f}", f"{r.gmacs:.0f}", f"{r.gmacs / peaks[mode]:.1%}"]
                 data.append(
                     {"case": layer.name, "tokens": tokens, "mode": mode, "peak": peaks[mode], **vars(r)}
@@ -197,15 +198,15 @@ def whole_models(quick: bool) -> tuple[str, list[dict[str, Any]]]:
         seconds = time.perf_counter() - start
         size = sum(f.stat().st_size for f in packed.glob("*.safetensors"))
         for mode in ("exact", "int8"):
-            with cpu.activations(mode):
-                for batch in (1, 8) if quick else (1, 8, 32):
-                    rate, probe = _generate(model, batch, 8 if quick else 24)
-                    bound = batch * probe * 1e9 / step_bytes(model, batch)
-                    cells = (f"{rate:.1f}", f"{bound:.1f}", f"{rate / bound:.0%}", f"{probe:.1f}")
-                    rows.append((title, mode, str(batch), *cells))
-                    case = {"case": title, "mode": mode, "batch": batch}
-                    data.append({**case, "tokens/s": rate, "bound": bound, "probe": probe})
-                    print("  ".join(rows[-1]), flush=True)
+            configure(model, CpuSettings(mode))
+            for batch in (1, 8) if quick else (1, 8, 32):
+                rate, probe = _generate(model, batch, 8 if quick else 24)
+                bound = batch * probe * 1e9 / step_bytes(model, batch)
+                cells = (f"{rate:.1f}", f"{bound:.1f}", f"{rate / bound:.0%}", f"{probe:.1f}")
+                rows.append((title, mode, str(batch), *cells))
+                case = {"case": title, "mode": mode, "batch": batch}
+                data.append({**case, "tokens/s": rate, "bound": bound, "probe": probe})
+                print("  ".join(rows[-1]), flush=True)
         data.append({"case": title, "load seconds": seconds, "bytes": size})
         print(f"{title}: {size / 1e9:.2f} GB load in {seconds:.2f} s", flush=True)
     header = ("model", "activations", "batch", "tokens/s", "bound", "share", "probe GB/s")
@@ -269,8 +270,8 @@ def int8_quality(quick: bool) -> tuple[str, list[dict[str, Any]]]:
             model = load(str(Path(folder, "packed")))
             found = {}
             for mode in ("exact", "int8"):
-                with cpu.activations(mode):
-                    found[mode] = score({mode: model}, ids, context=512, batch=1)[mode].perplexity
+                configure(model, CpuSettings(mode))
+                found[mode] = score({mode: model}, ids, context=512, batch=1)[mode].perplexity
         change = f"{found['int8'] / found['exact'] - 1:+.2%}"
         rows.append((name, f"{found['exact']:.3f}", f"{found['int8']:.3f}", change))
         data.append({"case": name, **found})

@@ -10,7 +10,10 @@
     ├── DestinationError (OSError)         the place to write to is full, occupied, or made by something else
     ├── CalibrationError (ValueError)      a text, a model or activations that cannot calibrate a method
     ├── EvaluationError (ValueError)       a text or task that cannot be measured
-    ├── DeviceError (RuntimeError)         a GPU that is too old or has too little memory
+    ├── SettingError (ValueError)          a setting of a run that does not exist or is out of range
+    ├── PromptError (ValueError)           a prompt without tokens, or one that the model cannot take
+    ├── DeviceError (RuntimeError)         a GPU that is missing, too old or has too little memory
+    ├── TuningError (ValueError)           a table of tiles for GPU kernels that cannot be read
     ├── ResourceError (RuntimeError)       memory or threads that the system does not give
     ├── OffloadError (RuntimeError)        too little memory for a model that streams, or a disk that fails meanwhile
     └── MissingExtraError (ImportError)    an optional dependency is not installed
@@ -60,8 +63,20 @@ class EvaluationError(TrilobiteError, ValueError):
     """A text or a task cannot be measured."""
 
 
+class SettingError(TrilobiteError, ValueError):
+    """A setting of a run does not exist or is out of range."""
+
+
+class PromptError(TrilobiteError, ValueError):
+    """A prompt has no tokens, or the model cannot take it."""
+
+
 class DeviceError(TrilobiteError, RuntimeError):
-    """A GPU is too old or has too little memory."""
+    """A GPU is missing, too old or has too little memory."""
+
+
+class TuningError(TrilobiteError, ValueError):
+    """A table of tiles for the GPU kernels cannot be read."""
 
 
 class OffloadError(TrilobiteError, RuntimeError):

@@ -235,11 +235,13 @@ def test_generate_is_greedy_and_repeatable(run: Run, packed: Path) -> None:
 
 @pytest.mark.skipif(not cpu.available(), reason="the native CPU engine is not built here")
 def test_activations_are_chosen_explicitly(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        assert run("generate", packed, "the sea", "-n", 4, "--activations", "int8").status == 0
-        assert cpu.activation_mode() == "int8"
-    finally:
-        cpu.set_activations("exact")
+    used = []
+    run_linear = cpu.run_linear
+    monkeypatch.setattr(cpu, "run_linear", lambda *args: used.append(args[5]) or run_linear(*args))
+    for mode in ((), ("--activations", "int8")):
+        assert run("generate", packed, "the sea", "-n", 4, *mode).status == 0
+    assert used[0] == cpu.DIGITS["exact"]
+    assert used[-1] == cpu.DIGITS["int8"]
     assert run("generate", packed, "the sea", "--activations", "int9").status == 2
     monkeypatch.setattr(cpu, "available", lambda: False)
     assert "needs the native CPU engine" in run("generate", packed, "x", "--activations", "int8").err

@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,10 +27,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from trilobite.checkpoint.source import open_source
 from trilobite.checkpoint.summary import is_packed
-from trilobite.errors import ArchitectureError, CheckpointError, FormatVersionError, ShapeError
+from trilobite.errors import ArchitectureError, CheckpointError, FormatVersionError, SettingError, ShapeError
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.integrations.transformers import TrilobiteConfig
 from trilobite.kernels import ops, reference
+from trilobite.kernels.cpu import engine
 from trilobite.kernels.expert_table import DOWN, expert_weight
 from trilobite.quantize.methods.bands import quantize
 from trilobite.quantize.methods.milo import Compensation, milo
@@ -332,6 +334,20 @@ def test_packed_models_generate(models: Callable[[str], Model]) -> None:
         with torch.no_grad():
             step = torch.cat((step, packed(input_ids=step).logits[:, -1:].argmax(-1)), 1)
     assert torch.equal(cached, step)
+
+
+@pytest.mark.skipif(not engine.available(), reason="the native library is not installed")
+def test_each_model_has_settings_of_its_own(models: Callable[[str], Model]) -> None:
+    model = models("mixtral")
+    path = str(model.packed(MILO))
+    exact, rough = load(path), load(path, activations="int8", threads=1)
+    first, second = model.logits(exact), model.logits(rough)
+    assert not torch.equal(first, second)
+    assert torch.equal(model.logits(load(path)), first)
+    assert torch.equal(model.logits(exact), first)
+    assert torch.equal(model.logits(copy.deepcopy(rough)), second)
+    with pytest.raises(SettingError, match="'fast': expected one of exact, int8"):
+        load(path, activations="fast")
 
 
 def test_tensors_are_views_of_the_file(models: Callable[[str], Model]) -> None:

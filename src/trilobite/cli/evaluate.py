@@ -81,7 +81,8 @@ def evaluate(
     with quiet():
         on = usable_device(device)
         ready = load_tasks(names, data=data) if names else {}
-        loaded, tokenizer = load(model, device=on), load_tokenizer(model)
+        loaded = load(model, device=on, activations=activations)
+        tokenizer = load_tokenizer(model)
         original = load(reference, device=on) if reference else None
         context = context or default_context(2048, *filter(None, (loaded, original)))
         if text is not None:

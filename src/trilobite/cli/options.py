@@ -137,19 +137,18 @@ RevisionOption = Annotated[
 ]
 
 
-def _use_activations(mode: str) -> str:
-    """Set how activations enter the CPU engine's products; raises TrilobiteError where there is no engine."""
+def _check_activations(mode: str) -> str:
+    """How activations enter the CPU engine's products; raises TrilobiteError where there is no engine."""
     if mode not in ("exact", "int8"):
         raise typer.BadParameter("expected exact or int8")
     if mode == "int8":
-        from trilobite.kernels.cpu import engine as cpu
+        from trilobite.kernels.cpu import engine
 
-        if not cpu.available():
+        if not engine.available():
             raise MissingExtraError(
                 "--activations int8 needs the native CPU engine, which is not there: run `trilobite doctor`; a C++ "
                 "compiler at install time makes it"
             )
-        cpu.set_activations(mode)
     return mode
 
 
@@ -158,7 +157,7 @@ ActivationsOption = Annotated[
     typer.Option(
         "--activations",
         help="exact, or int8: faster on the CPU, activations rounded to 8 bits.",
-        callback=_use_activations,
+        callback=_check_activations,
         metavar="MODE",
     ),
 ]

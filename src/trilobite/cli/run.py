@@ -124,7 +124,8 @@ def generate(
         )
         if prompt == "-":
             prompt = sys.stdin.read().removesuffix("\n")
-        loaded, tokenizer = load(model, device=_place(device, compiled)), load_tokenizer(model)
+        loaded = load(model, device=_place(device, compiled), activations=activations)
+        tokenizer = load_tokenizer(model)
         echo = _Echo(prompt)
         made = runtime.generate(
             loaded,
@@ -201,7 +202,7 @@ def chat(
             stop=tuple(stop or ()),
             seed=seed,
         )
-        loaded = load(model, device=_place(device, compiled))
+        loaded = load(model, device=_place(device, compiled), activations=activations)
         talk = Chat(loaded, load_tokenizer(model), sampling, _fixed_cache(compiled, loaded))
         if not talk.has_template:
             note("this model has no chat template: it continues your text instead of answering")

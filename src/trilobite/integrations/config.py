@@ -19,6 +19,7 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
     recipe: a preset's name, a YAML file, or a recipe as a mapping    format_version: of the packed checkpoint
     tensors: dtypes and shapes by name, and folder, where they are, are set by `trilobite.load`: it has no checkpoint
     files to look them up in
+    activations, threads: as in `trilobite.load`, of a model that is quantized while it loads; not stored
     """
 
     def __init__(
@@ -27,6 +28,8 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         format_version: int = FORMAT_VERSION,
         tensors: Tensors | None = None,
         folder: str | None = None,
+        activations: str = "exact",
+        threads: int | None = None,
         **ignored: Any,
     ) -> None:
         """ignored: keys that a later release of the same format version may add."""
@@ -35,6 +38,7 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.format_version = format_version
         self.tensors = tensors
         self.folder = folder
+        self.activations, self.threads = activations, threads
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json stores."""

@@ -23,6 +23,7 @@ from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CheckpointError, RecipeError
 from trilobite.integrations.config import Tensors, TrilobiteConfig
 from trilobite.integrations.saving import notes_of, save_packed
+from trilobite.kernels.layer import CpuSettings
 from trilobite.models.names import memory_names
 from trilobite.quantize.plan.plan import Plan, PlanLine
 from trilobite.quantize.run.compress import prepare
@@ -34,7 +35,7 @@ from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
 from trilobite.runtime.modules.experts import EXPERT_NAME, PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.matrix import PackedMatrix
-from trilobite.runtime.modules.swap import finish, group_parts, on_meta, swap_modules
+from trilobite.runtime.modules.swap import configure, finish, group_parts, on_meta, swap_modules
 
 
 class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -141,6 +142,8 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         finish(model)
+        chosen = self.quantization_config
+        configure(model, CpuSettings(chosen.activations, chosen.threads))
         if self.plan is not None:
             self.notes = self._describe(self.plan)
         model.save_pretrained = partial(save_packed, model, self.notes)

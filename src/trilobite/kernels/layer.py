@@ -1,10 +1,12 @@
-"""What a backend has to know of weights beside their bytes: the experts of a layer, and matrices in the GPU layout."""
+"""What backends are told beside bytes: a layer of experts, matrices in the GPU layout, settings of the CPU engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from torch import Tensor
+
+from trilobite.errors import SettingError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +77,32 @@ class ExpertsLayer:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     codings: Codings = ()
+
+
+ACTIVATION_MODES = ("exact", "int8")
+
+
+@dataclass(frozen=True)
+class CpuSettings:
+    """How the CPU engine computes for one model: chosen when it is loaded.
+
+    activations: "exact", or "int8": one 8-bit digit of each    threads: None = as many as torch, asked at every call;
+    affinity, the cgroup's quota and TRILOBITE_THREADS stay the upper limit
+    """
+
+    activations: str = "exact"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise SettingError for a mode that there is not, or less than one thread."""
+        if self.activations not in ACTIVATION_MODES:
+            raise SettingError(
+                f"activations {self.activations!r}: expected one of {', '.join(ACTIVATION_MODES)}"
+            )
+        if self.threads is not None and self.threads < 1:
+            raise SettingError(
+                f"{self.threads} threads; expected at least 1, or None for as many as torch has"
+            )
+
+
+EXACT = CpuSettings()

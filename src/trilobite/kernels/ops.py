@@ -8,7 +8,7 @@ and again.
 """
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,23 +22,26 @@ from trilobite.kernels.cpu.bound import Binding as Binding
 from trilobite.kernels.cpu.bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu.bound import BoundLinear as BoundLinear
 from trilobite.kernels.expert_table import check_routing
-from trilobite.kernels.layer import ExpertsLayer, Pack, codings_of, spec_of
+from trilobite.kernels.layer import EXACT, CpuSettings, ExpertsLayer, Pack, codings_of, spec_of
 from trilobite.recipe import LatticeFormat
 
 TRITON = (3, 6)
 """The oldest that compiles the GPU kernels."""
+FLAT = 6
+"""Arguments into which operators take a layer apart, the GPU layout's spec aside."""
 _lib = torch.library.Library("trilobite", "DEF")
 _lib.define(
-    "linear(Tensor x, Tensor packed, Tensor? scale, Tensor? lra, Tensor? lrb, Tensor? bias, int rows) "
-    "-> Tensor"
+    "linear(Tensor x, Tensor packed, Tensor? scale, Tensor? lra, Tensor? lrb, Tensor? bias, int rows, "
+    "str activations='exact', int threads=0) -> Tensor"
 )
 _lib.define(
     "lattice_linear(Tensor x, Tensor packed, Tensor lattice, Tensor signs_in, Tensor signs_out, Tensor? lra, "
-    "Tensor? lrb, Tensor? bias, int rows) -> Tensor"
+    "Tensor? lrb, Tensor? bias, int rows, str activations='exact', int threads=0) -> Tensor"
 )
 _lib.define(
     "experts(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor slab, Tensor table, "
-    "Tensor? gate_up_bias, Tensor? down_bias, int intermediate, str activation) -> Tensor"
+    "Tensor? gate_up_bias, Tensor? down_bias, int intermediate, str activation, "
+    "str activations='exact', int threads=0) -> Tensor"
 )
 _lib.define("linear_gpu(Tensor x, Tensor slab, Tensor table, Tensor? bias, int[] spec, int rows) -> Tensor")
 _lib.define(
@@ -55,6 +58,7 @@ def _linear(
     lrb: Tensor | None,
     bias: Tensor | None,
     rows: int,
+    *_settings: Any,
 ) -> Tensor:
     w = PackedWeight(shape=(rows, x.shape[-1]), packed=packed, scale=scale, lra=lra, lrb=lrb)
     check(w)
@@ -71,6 +75,7 @@ def _lattice_linear(
     lrb: Tensor | None,
     bias: Tensor | None,
     rows: int,
+    *settings: Any,
 ) -> Tensor:
     w = PackedWeight(
         shape=(rows, x.shape[-1]),
@@ -83,7 +88,7 @@ def _lattice_linear(
     )
     check(w)
     if x.is_cpu and _runs(w):
-        return engine.lattice_linear(x, w, bias)
+        return engine.lattice_linear(x, w, bias, _settings(*settings))
     return reference.linear(x, w, bias)
 
 
@@ -91,6 +96,11 @@ def _runs(w: PackedWeight) -> bool:
     """Whether the CPU engine multiplies this lattice matrix."""
     fmt = w.format
     return isinstance(fmt, LatticeFormat) and engine.runs(fmt, *w.shape)
+
+
+def _settings(activations: str = "exact", threads: int = 0) -> CpuSettings:
+    """The operators' last arguments, which PyTorch leaves out where they are the default."""
+    return CpuSettings(activations, threads or None)
 
 
 def _layer(x: Tensor, slab: Tensor, table: Tensor, *rest: Any) -> ExpertsLayer:
@@ -116,14 +126,14 @@ def _flat(layer: ExpertsLayer) -> tuple[Any, ...]:
 
 def _experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *flat: Any) -> Tensor:
     check_routing(x, top_k_index, top_k_weights)
-    return reference.experts(x, top_k_index, top_k_weights, _layer(x, *flat))
+    return reference.experts(x, top_k_index, top_k_weights, _layer(x, *flat[:FLAT]))
 
 
 def _experts_cpu(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *flat: Any) -> Tensor:
-    layer = _layer(x, *flat)
+    layer = _layer(x, *flat[:FLAT])
     if not engine.runs_experts(layer):
         return _experts(x, top_k_index, top_k_weights, *flat)
-    return engine.experts(x, top_k_index, top_k_weights, layer)
+    return engine.experts(x, top_k_index, top_k_weights, layer, _settings(*flat[FLAT:]))
 
 
 def _linear_gpu(
@@ -141,9 +151,11 @@ def _experts_gpu(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *flat: A
     return experts.experts(x, top_k_index, top_k_weights, _layer(x, *flat))
 
 
-def _fake_linear(x: Tensor, *others: Any) -> Tensor:
-    """Every linear operator's last argument is the number of rows."""
-    return x.new_empty((*x.shape[:-1], others[-1]))
+def _fake_linear(name: str) -> Callable[..., Tensor]:
+    """The result of a linear operator, whose schema says where the number of rows stands."""
+    schema = getattr(torch.ops.trilobite, name).default._schema
+    at = [a.name for a in schema.arguments].index("rows") - 1
+    return lambda x, *others: x.new_empty((*x.shape[:-1], others[at]))
 
 
 def _fake_experts(x: Tensor, *others: Any) -> Tensor:
@@ -151,10 +163,10 @@ def _fake_experts(x: Tensor, *others: Any) -> Tensor:
 
 
 for _name, _run, _fake in (
-    ("linear", _linear, _fake_linear),
-    ("lattice_linear", _lattice_linear, _fake_linear),
+    ("linear", _linear, _fake_linear("linear")),
+    ("lattice_linear", _lattice_linear, _fake_linear("lattice_linear")),
     ("experts", _experts, _fake_experts),
-    ("linear_gpu", _linear_gpu, _fake_linear),
+    ("linear_gpu", _linear_gpu, _fake_linear("linear_gpu")),
     ("experts_gpu", _experts_gpu, _fake_experts),
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
@@ -164,7 +176,7 @@ if engine.available():
     _lib.impl("experts", _experts_cpu, "CPU")
 
 
-def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, settings: CpuSettings = EXACT) -> Tensor:
     """y = x (dequant(W) + U V)^T + bias.
 
     x: [..., K] bf16 | fp16 | fp32    w: [N, K]    bias: [N] or None    returns: [..., N] in x.dtype
@@ -174,12 +186,21 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
         raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={w.shape[1]}")
     if w.lattice is not None:
         return torch.ops.trilobite.lattice_linear(  # type: ignore[no-any-return]
-            x, w.packed, w.lattice, w.signs_in, w.signs_out, w.lra, w.lrb, bias, w.shape[0]
+            x, w.packed, w.lattice, w.signs_in, w.signs_out, w.lra, w.lrb, bias, w.shape[0], *_plain(settings)
         )
-    return torch.ops.trilobite.linear(x, w.packed, w.scale, w.lra, w.lrb, bias, w.shape[0])  # type: ignore[no-any-return]
+    return torch.ops.trilobite.linear(  # type: ignore[no-any-return]
+        x, w.packed, w.scale, w.lra, w.lrb, bias, w.shape[0], *_plain(settings)
+    )
 
 
-def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer) -> Tensor:
+def _plain(settings: CpuSettings) -> tuple[str, int]:
+    """Settings as operators take them."""
+    return settings.activations, settings.threads or 0
+
+
+def experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer, settings: CpuSettings = EXACT
+) -> Tensor:
     """All routed experts of one MoE layer, as stored or in the GPU layout; arguments as in `reference.experts`.
 
     returns: [T, H] in x.dtype. Raises ShapeError when shapes do not fit, ArchitectureError or DeviceError.
@@ -189,10 +210,10 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: Expert
     inputs = x, top_k_index, top_k_weights
     if layer.codings:
         return torch.ops.trilobite.experts_gpu(*inputs, *_flat(layer), spec_of(layer.codings))  # type: ignore[no-any-return]
-    return torch.ops.trilobite.experts(*inputs, *_flat(layer))  # type: ignore[no-any-return]
+    return torch.ops.trilobite.experts(*inputs, *_flat(layer), *_plain(settings))  # type: ignore[no-any-return]
 
 
-def bind_linear(w: PackedWeight, bias: Tensor | None) -> BoundLinear | None:
+def bind_linear(w: PackedWeight, bias: Tensor | None, settings: CpuSettings = EXACT) -> BoundLinear | None:
     """A call x -> `linear(x, w, bias)` that checks the weight once, or None where no backend has one.
 
     Raises ShapeError when the parts do not fit.
@@ -203,17 +224,17 @@ def bind_linear(w: PackedWeight, bias: Tensor | None) -> BoundLinear | None:
         check(w)
         if not _runs(w):
             return None
-    return BoundLinear(w, bias)
+    return BoundLinear(w, bias, settings)
 
 
-def bind_experts(layer: ExpertsLayer) -> BoundExperts | None:
+def bind_experts(layer: ExpertsLayer, settings: CpuSettings = EXACT) -> BoundExperts | None:
     """A call (x, top_k_index, top_k_weights) -> `experts(..., layer)`, or None where no backend has one.
 
     Raises ShapeError when the parts do not fit.
     """
     if not engine.available() or not layer.slab.is_cpu or not engine.runs_experts(layer):
         return None
-    return BoundExperts(layer)
+    return BoundExperts(layer, settings)
 
 
 def missing_triton() -> str | None:

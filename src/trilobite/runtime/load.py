@@ -19,18 +19,31 @@ from transformers.utils import logging
 from trilobite.checkpoint.packed import check_finished, check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import ArchitectureError, CheckpointError, DeviceError
+from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
+from trilobite.runtime.modules.swap import configure
 
 
-def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load(
+    path_or_id: str,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    activations: str = "exact",
+    threads: int | None = None,
+) -> PreTrainedModel:
     """Load a packed or an original checkpoint for inference.
 
     Tensors are views of the mapped files: loading reads the headers, and pages come in when they are first used. On
     another device they are copied there. Never runs a checkpoint's own code.
 
     dtype: of what stays unpacked, and of the activations; default: the checkpoint's
-    Raises CheckpointError, FormatVersionError, ArchitectureError, or DeviceError when memory does not suffice.
+    activations, threads: of packed weights on CPUs, for this model alone: "exact", or "int8", which rounds what enters
+    their products to 8 bits; default: as many threads as torch
+    Raises CheckpointError, FormatVersionError, ArchitectureError, SettingError, or DeviceError when memory does not
+    suffice.
     """
+    settings = CpuSettings(activations, threads)
     check_finished(Path(path_or_id))
     source = open_source(path_or_id)
     tensors = map_tensors(source)
@@ -67,6 +80,7 @@ def load(path_or_id: str, *, device: str = "cpu", dtype: torch.dtype | None = No
     if (source.path / "generation_config.json").exists():
         model.generation_config = _generation_config(source.path)
     model.name_or_path = str(source.path)
+    configure(model, settings)
     return _to_device(model, device).eval()
 
 

@@ -17,10 +17,11 @@ from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.layer import ExpertsLayer
+from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.residence import AsStored, PackedModule
+from trilobite.runtime.modules.swap import configure
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
 
@@ -173,6 +174,27 @@ def test_bound_experts_follow_changes(
     expected = reference.experts(*inputs, layer)
     assert relative_error(before, expected) > 1e-3
     assert relative_error(module(*inputs), expected) < 1e-5
+
+
+def test_modules_of_different_settings_in_one_process() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 64), packed_weight(48, 64, "int3-g32")
+    inputs = torch.randn(5, H), torch.randint(0, E, (5, 2)), torch.rand(5, 2)
+    exact, rough = nn.Sequential(_linear(w), _gpt_oss()), nn.Sequential(_linear(w), _gpt_oss())
+    rough[1].load_state_dict(exact[1].state_dict(), assign=True)
+    before = exact[0](x), exact[1](*inputs), rough[0](x), rough[1](*inputs)
+    configure(rough, CpuSettings("int8", threads=1))
+    for _ in range(2):
+        for mine, was, other in (
+            (rough[0](x), before[0], before[2]),
+            (rough[1](*inputs), before[1], before[3]),
+        ):
+            assert torch.equal(was, other)
+            assert 1e-3 < relative_error(mine, was) < 5e-2
+        assert torch.equal(exact[0](x), before[0])
+        assert torch.equal(exact[1](*inputs), before[1])
+    compiled = torch.compile(rough[0], fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), rough[0](x))
 
 
 def test_an_unchanged_module_keeps_its_binding() -> None:

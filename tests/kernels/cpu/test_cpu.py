@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.packing import packed_weight, relative_error, stored_layer
 
-from trilobite.errors import ShapeError
+from trilobite.errors import SettingError, ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.expert_table import Column
-from trilobite.kernels.layer import ExpertsLayer
+from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
 
@@ -120,8 +120,7 @@ def test_random_shapes(data: st.DataObject) -> None:
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_int8_activations_cost_precision_and_little_of_it(tier: str, fmt: str, tokens: int) -> None:
     w, x = packed_weight(64, 512, fmt), _x(tokens, 512)
-    with cpu.activations("int8"):
-        error = _linear_error(w, x)
+    error = relative_error(ops.linear(x, w, settings=CpuSettings("int8")), reference.linear(x, w))
     # 127 steps to a segment's largest of 64: about 0.6 % of rounding. Below 0.1 % the mode would not be int8.
     assert 1e-3 < error < 1.5e-2
     assert _linear_error(w, x) < EXACT
@@ -451,13 +450,19 @@ def test_an_unknown_cap_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu.set_tier("sse9")
 
 
-def test_threads_of_the_engine_are_its_own() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        cpu.set_threads(0)
-    cpu.set_threads(1)
-    assert cpu.info()["threads"] == 1
-    cpu.set_threads(None)
-    assert 1 <= cpu.info()["threads"] <= torch.get_num_threads()
+def test_threads_of_a_call_have_limits() -> None:
+    with pytest.raises(SettingError, match="at least 1"):
+        CpuSettings(threads=0)
+    with pytest.raises(SettingError, match="int9"):
+        CpuSettings("int9")
+    assert cpu.team(1) == 1
+    assert cpu.team(1 << 20) == library_threads()
+    assert 1 <= cpu.team(None) <= torch.get_num_threads()
+
+
+def library_threads() -> int:
+    """As many as affinity, the quota and TRILOBITE_THREADS allow."""
+    return int(cpu.library().trilobite_max_threads())
 
 
 def test_probes_measure_something() -> None:

@@ -16,7 +16,7 @@ from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.expert_table import Column, has_gates
-from trilobite.kernels.layer import ExpertsLayer
+from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 from trilobite.recipe import LatticeFormat, parse_format
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
@@ -187,17 +187,15 @@ def test_one_bad_token_leaves_the_others(tier: str) -> None:
 def test_threads_and_passes_agree() -> None:
     """The result does not depend on the threads."""
     layer, x = _layer("mixed"), _x(40, HIDDEN)
-    cpu.set_threads(1)
-    one = _both(x, layer)[0]
-    cpu.set_threads(None)
-    assert torch.equal(one, _both(x, layer)[0])
+    routing = _routing(len(x))
+    one = ops.experts(x, *routing, layer, CpuSettings(threads=1))
+    assert torch.equal(one, ops.experts(x, *routing, layer))
 
 
 @pytest.mark.usefixtures("native_only")
 def test_int8_activations_cost_precision_and_little_of_it(tier: str) -> None:
     w, x = lattice_weight(64, 512), _x(20, 512)
-    with cpu.activations("int8"):
-        error = relative_error(ops.linear(x, w), reference.linear(x, w))
+    error = relative_error(ops.linear(x, w, settings=CpuSettings("int8")), reference.linear(x, w))
     assert 1e-3 < error < 2e-2
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
-from trilobite.kernels.cpu import engine as cpu
+from trilobite.kernels.cpu import engine
 from trilobite.kernels.cpu.matrix import lattice_matrix, matrix
-from trilobite.kernels.layer import ExpertsLayer
+from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 
 
 class _Bound:
@@ -68,16 +68,17 @@ def _memory(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 
 class BoundLinear(_Bound):
-    """`cpu.linear` with one weight and bias. Raises ShapeError when these do not fit."""
+    """`engine.linear` with one weight and bias. Raises ShapeError when these do not fit."""
 
-    def __init__(self, w: PackedWeight, bias: Tensor | None) -> None:
+    def __init__(self, w: PackedWeight, bias: Tensor | None, settings: CpuSettings) -> None:
         """w: [N, K]    bias: [N] or None."""
+        self._digits, self._threads = engine.DIGITS[settings.activations], settings.threads
         self._rows, self._k = w.shape
         if w.lattice is None:
             self._matrix, parts = matrix(w.packed, w.scale, w.lra, w.lrb, w.shape)
         else:
             self._matrix, parts = lattice_matrix(w)
-        bias, self._bias_dtype = cpu.linear_bias(bias, self._rows)
+        bias, self._bias_dtype = engine.linear_bias(bias, self._rows)
         self._address = ctypes.addressof(self._matrix)
         self._bias_address = None if bias is None else bias.data_ptr()
         self._memory = _memory(*parts, bias)
@@ -86,17 +87,19 @@ class BoundLinear(_Bound):
         """x: [..., K] -> [..., N] in x.dtype. Raises ShapeError."""
         if x.shape[-1] != self._k:
             raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={self._k}")
-        return cpu.run_linear(x, self._address, self._rows, self._bias_address, self._bias_dtype)
+        bias = self._bias_address, self._bias_dtype
+        return engine.run_linear(x, self._address, self._rows, *bias, self._digits, self._threads)
 
 
 class BoundExperts(_Bound):
-    """`cpu.experts` with one layer. Raises ShapeError or ArchitectureError when its parts do not fit."""
+    """`engine.experts` with one layer. Raises ShapeError or ArchitectureError when its parts do not fit."""
 
-    def __init__(self, layer: ExpertsLayer) -> None:
+    def __init__(self, layer: ExpertsLayer, settings: CpuSettings) -> None:
         """layer: as stored."""
-        self._args, parts = cpu.experts_args(layer)
+        self._threads = settings.threads
+        self._args, parts = engine.experts_args(layer, settings)
         self._memory = _memory(*parts)
 
     def __call__(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x: [T, H] -> [T, H] in x.dtype. Raises ShapeError."""
-        return cpu.run_experts(x, top_k_index, top_k_weights, self._args)
+        return engine.run_experts(x, top_k_index, top_k_weights, self._args, self._threads)

@@ -1,20 +1,18 @@
 """The CPU engine: checks tensors, then hands their addresses to the native library (csrc/).
 
 Everything that could make native code read or write out of bounds is checked before an address leaves:
-element types, shapes, devices and contiguity here and in `cpu_matrix`, the offsets of an expert table in the
+element types, shapes, devices and contiguity here and in `cpu/matrix.py`, the offsets of an expert table in the
 library, for the experts in use.
 
 Two modes of arithmetic. *exact* (the default) sums in fp32 and keeps activations to 22 bits of the largest
 value in every 32 or 64 columns (three 8-bit digits; nothing at all is lost of a bfloat16 value down to 2**-14
 of it), or, for more tokens on machines with AMX, as sums of bfloat16 numbers: one for bfloat16 inputs, two
 for float16 inputs and for results of the activation function, three for float32. *int8* keeps one digit; it
-is chosen explicitly, by `set_activations` or `activations`.
+is chosen explicitly, when a model is loaded (`CpuSettings`).
 """
 
 import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from trilobite.formats.weight import PackedWeight
 from trilobite.kernels.cpu import native
 from trilobite.kernels.cpu.matrix import dense, dtype_code, lattice_matrix, matrix, rotation
 from trilobite.kernels.expert_table import Column, check_routing, has_gates, has_lattice
-from trilobite.kernels.layer import ExpertsLayer
+from trilobite.kernels.layer import EXACT, CpuSettings, ExpertsLayer
 from trilobite.recipe import CODEBOOKS, TRANSFORMS, LatticeFormat
 
 ACTIVATIONS = {
@@ -50,7 +48,6 @@ DIGITS = {"exact": 3, "int8": 1}
 TIERS = ("scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx")
 
 _lib, _reason = native.load()
-_digits = DIGITS["exact"]
 
 
 def available() -> bool:
@@ -66,42 +63,17 @@ def library() -> ctypes.CDLL:
 
 
 def info() -> dict[str, Any]:
-    """What `trilobite doctor` prints: available, tier, threads, activations, reason."""
+    """What `trilobite doctor` prints: available, tier, threads, reason."""
     cap = os.environ.get("TRILOBITE_ISA")
     known = cap is None or cap in TIERS
     return {
         "available": available(),
         "tier": _lib.trilobite_tier().decode() if _lib else "reference",
-        "threads": _threads(),
-        "activations": activation_mode(),
+        "threads": team(None),
         "reason": _reason
         if known
         else f"{_reason}; TRILOBITE_ISA={cap} is none of {', '.join(TIERS)}: ignored",
     }
-
-
-def set_activations(mode: str) -> None:
-    """Choose how activations enter the products, for the whole process: "exact" or "int8"."""
-    global _digits
-    if mode not in DIGITS:
-        raise ValueError(f"activations {mode!r}: expected one of {', '.join(DIGITS)}")
-    _digits = DIGITS[mode]
-
-
-def activation_mode() -> str:
-    """The mode in force: "exact" or "int8"."""
-    return next(name for name, digits in DIGITS.items() if digits == _digits)
-
-
-@contextmanager
-def activations(mode: str) -> Iterator[None]:
-    """`set_activations` for the length of a with block."""
-    before = activation_mode()
-    set_activations(mode)
-    try:
-        yield
-    finally:
-        set_activations(before)
 
 
 def set_tier(name: str | None) -> str:
@@ -111,21 +83,10 @@ def set_tier(name: str | None) -> str:
     return str(library().trilobite_tier().decode())
 
 
-def set_threads(count: int | None) -> None:
-    """Threads of the engine, whatever torch uses; None (the default): as many as torch.
-
-    Affinity, the cgroup's quota and TRILOBITE_THREADS stay the upper limit.
-    """
-    global _wanted_threads
-    if count is not None and count < 1:
-        raise ValueError(f"{count} threads; expected at least 1")
-    _wanted_threads = count
-
-
 def measure_read_bandwidth(data: Tensor | None = None, repeats: int = 5, threads: int | None = None) -> float:
     """Median GB/s at which the pool reads `data` (default: 512 MiB of fresh memory) once."""
     data = torch.ones(512 << 20, dtype=torch.uint8) if data is None else data
-    threads = threads or _threads()
+    threads = threads or team(None)
     seconds = sorted(
         library().trilobite_read_seconds(data.data_ptr(), data.nbytes, threads) for _ in range(repeats)
     )
@@ -134,15 +95,15 @@ def measure_read_bandwidth(data: Tensor | None = None, repeats: int = 5, threads
 
 def measure_peak(mode: str = "int8", threads: int | None = None) -> float:
     """GMAC/s of the tier's arithmetic for many tokens in a mode: bfloat16 or byte products, as it uses them."""
-    return float(library().trilobite_peak_macs(DIGITS[mode], threads or _threads()) / 1e9)
+    return float(library().trilobite_peak_macs(DIGITS[mode], threads or team(None)) / 1e9)
 
 
 _max_threads = int(_lib.trilobite_max_threads()) if _lib else torch.get_num_threads()
-_wanted_threads: int | None = None
 
 
-def _threads() -> int:
-    return min(_wanted_threads or torch.get_num_threads(), _max_threads)
+def team(threads: int | None) -> int:
+    """How many threads a call gets that asks for so many; None: as many as torch has now."""
+    return min(threads or torch.get_num_threads(), _max_threads)
 
 
 def linear_bias(bias: Tensor | None, rows: int) -> tuple[Tensor | None, int]:
@@ -163,21 +124,28 @@ def linear(
     lrb: Tensor | None,
     bias: Tensor | None,
     rows: int,
+    activations: str = "exact",
+    threads: int = 0,
 ) -> Tensor:
     """`torch.ops.trilobite.linear` on the CPU. x: [..., K]    returns: [..., rows] in x.dtype."""
     w, _parts = matrix(packed, scale, lra, lrb, (rows, x.shape[-1]))
     bias, bias_dtype = linear_bias(bias, rows)
-    return run_linear(x, ctypes.addressof(w), rows, None if bias is None else bias.data_ptr(), bias_dtype)
+    address = None if bias is None else bias.data_ptr()
+    return run_linear(x, ctypes.addressof(w), rows, address, bias_dtype, DIGITS[activations], threads)
 
 
-def run_linear(x: Tensor, w: int, rows: int, bias: int | None, bias_dtype: int) -> Tensor:
+def run_linear(
+    x: Tensor, w: int, rows: int, bias: int | None, bias_dtype: int, digits: int, threads: int | None
+) -> Tensor:
     """Multiply by a matrix that is checked already. w: address of its `native.Matrix`    bias: address, or None."""
     dtype = dtype_code(x, "linear: x")
     x = dense(x, "linear: x")
     y = x.new_empty((*x.shape[:-1], rows))
     assert _lib is not None
     tokens = x.numel() // x.shape[-1]
-    _lib.trilobite_linear(x.data_ptr(), dtype, tokens, w, bias, bias_dtype, y.data_ptr(), _digits, _threads())
+    _lib.trilobite_linear(
+        x.data_ptr(), dtype, tokens, w, bias, bias_dtype, y.data_ptr(), digits, team(threads)
+    )
     return y
 
 
@@ -217,15 +185,16 @@ def runs_experts(layer: ExpertsLayer) -> bool:
     return all(runs(fmt, n, k) for fmt in formats for n, k in (shape, shape[::-1]))
 
 
-def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
+def lattice_linear(x: Tensor, w: PackedWeight, bias: Tensor | None, settings: CpuSettings = EXACT) -> Tensor:
     """`torch.ops.trilobite.lattice_linear` on the CPU, for a weight that fits its shape and that `runs` accepts.
 
     x: [..., K]    bias: [N] or None    returns: [..., N] in x.dtype
     """
-    found, _parts = lattice_matrix(w)
+    stored, _parts = lattice_matrix(w)
     bias, bias_dtype = linear_bias(bias, w.shape[0])
     address = None if bias is None else bias.data_ptr()
-    return run_linear(x, ctypes.addressof(found), w.shape[0], address, bias_dtype)
+    chosen = DIGITS[settings.activations], settings.threads
+    return run_linear(x, ctypes.addressof(stored), w.shape[0], address, bias_dtype, *chosen)
 
 
 def _bias(bias: Tensor | None, shape: tuple[int, int], name: str) -> Tensor | None:
@@ -236,16 +205,20 @@ def _bias(bias: Tensor | None, shape: tuple[int, int], name: str) -> Tensor | No
     return dense(bias, f"experts: {name}")
 
 
-def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer) -> Tensor:
+def experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer, settings: CpuSettings = EXACT
+) -> Tensor:
     """`torch.ops.trilobite.experts` on the CPU; arguments as in `reference.experts`.
 
     returns: [T, H] in x.dtype
     """
-    args, _parts = experts_args(layer)
-    return run_experts(x, top_k_index, top_k_weights, args)
+    args, _parts = experts_args(layer, settings)
+    return run_experts(x, top_k_index, top_k_weights, args, settings.threads)
 
 
-def experts_args(layer: ExpertsLayer) -> tuple[native.ExpertsArgs, tuple[Tensor | None, ...]]:
+def experts_args(
+    layer: ExpertsLayer, settings: CpuSettings
+) -> tuple[native.ExpertsArgs, tuple[Tensor | None, ...]]:
     """All that a call of `experts` says of the layer, and the tensors that its addresses belong to.
 
     Raises ShapeError or ArchitectureError.
@@ -279,13 +252,16 @@ def experts_args(layer: ExpertsLayer) -> tuple[native.ExpertsArgs, tuple[Tensor 
         slab_bytes=slab.numel(),
         activation=ACTIVATIONS[layer.activation],
         gated=int(gated),
+        digits=DIGITS[settings.activations],
     )
     if has_lattice(table):
         args.rotate_hidden, args.rotate_intermediate = rotation(hidden), rotation(intermediate)
     return args, (slab, table, gate_up_bias, down_bias)
 
 
-def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, checked: native.ExpertsArgs) -> Tensor:
+def run_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, checked: native.ExpertsArgs, threads: int | None
+) -> Tensor:
     """Run a layer that is checked already. `checked` stays as it is: several threads may use it at a time."""
     check_routing(x, top_k_index, top_k_weights)
     if x.shape[1] != checked.hidden:
@@ -300,7 +276,7 @@ def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, checked: 
     args.x, args.index, args.weights = x.data_ptr(), index.data_ptr(), weights.data_ptr()
     args.y, args.dtype, args.weights_dtype = y.data_ptr(), dtype, weights_dtype
     args.index_bytes, (args.tokens, args.active) = index.element_size(), index.shape
-    args.digits, args.threads = _digits, _threads()
+    args.threads = team(threads)
     assert _lib is not None
     _lib.trilobite_experts(ctypes.addressof(args))
     return y

@@ -160,18 +160,17 @@ class _ExpertsAsStored(AsStored[PackedExperts]):
     """In one slab, of which the buffers are views."""
 
     def __init__(self, slab: Tensor, table: Tensor) -> None:
-        super().__init__()
         self.slab, self.table = slab, table
 
     def tensors(self, module: PackedExperts) -> tuple[Tensor | None, ...]:
         return self.slab, self.table, *_biases(module._parameters)
 
     def bind(self, module: PackedExperts) -> Callable[..., Tensor] | None:
-        return ops.bind_experts(module.layer(self.slab, self.table))
+        return ops.bind_experts(module.layer(self.slab, self.table), module.settings)
 
     def operate(self, module: PackedExperts, *inputs: Tensor) -> Tensor:
         x, index, weights = inputs
-        return ops.experts(x, index, weights, module.layer(self.slab, self.table))
+        return ops.experts(x, index, weights, module.layer(self.slab, self.table), module.settings)
 
     def moved(
         self, module: PackedExperts, fn: Callable[[Tensor], Tensor]
@@ -182,10 +181,6 @@ class _ExpertsAsStored(AsStored[PackedExperts]):
 
 class _ExpertsOnGpu(OnGpu[PackedExperts]):
     """The layer is put together once, and again when a bias has changed."""
-
-    def __init__(self, pack: Pack, restorable: bool) -> None:
-        super().__init__(pack, restorable)
-        self.binding: ops.Binding[ExpertsLayer] | None = None
 
     def run(self, module: PackedExperts, *inputs: Tensor) -> Tensor:
         x, index, weights = inputs
@@ -198,7 +193,8 @@ class _ExpertsOnGpu(OnGpu[PackedExperts]):
         if binding is None or not binding.holds(*biases):
             layer = module.layer(self.pack.slab, self.pack.table, self.pack.codings)
             binding = self.binding = ops.Binding(layer, *biases)
-        return binding.made
+        made: ExpertsLayer = binding.made
+        return made
 
 
 def _settle_anew(module: nn.Module, _: object) -> None:

@@ -60,10 +60,10 @@ class _LinearAsStored(AsStored[PackedLinear]):
         return (*_parts(module._buffers), module._parameters["bias"])
 
     def bind(self, module: PackedLinear) -> Callable[..., Tensor] | None:
-        return ops.bind_linear(module.packed(), module.bias)
+        return ops.bind_linear(module.packed(), module.bias, module.settings)
 
     def operate(self, module: PackedLinear, *inputs: Tensor) -> Tensor:
-        return ops.linear(inputs[0], module.packed(), module.bias)
+        return ops.linear(inputs[0], module.packed(), module.bias, module.settings)
 
     def moved(self, module: PackedLinear, fn: Callable[[Tensor], Tensor]) -> "Residence[PackedLinear]":
         return module.as_stored()

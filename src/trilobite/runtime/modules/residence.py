@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trilobite.errors import CheckpointError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
-from trilobite.kernels.layer import Pack
+from trilobite.kernels.layer import EXACT, CpuSettings, Pack
 from trilobite.runtime.modules.matrix import PackedMatrix
 
 Weights = Sequence[Sequence[PackedWeight | None]]
@@ -29,6 +29,8 @@ class Residence(ABC, Generic[M]):
 
     in_buffers: ClassVar[bool]
     """Whether they are the module's buffers, which PyTorch saves, loads and moves."""
+    binding: ops.Binding[Any] | None = None
+    """What was made of the weights, the biases and the module's settings, for as long as these stay."""
 
     @abstractmethod
     def run(self, module: M, *inputs: Tensor) -> Tensor:
@@ -48,10 +50,6 @@ class AsStored(Residence[M]):
 
     in_buffers = True
 
-    def __init__(self) -> None:
-        """Binds at the first call."""
-        self.binding: ops.Binding[Callable[..., Tensor] | None] | None = None
-
     def run(self, module: M, *inputs: Tensor) -> Tensor:
         """By the bound call, made again when the module has got other tensors."""
         x = inputs[0]
@@ -59,8 +57,9 @@ class AsStored(Residence[M]):
             tensors, binding = self.tensors(module), self.binding
             if binding is None or not binding.holds(*tensors):
                 binding = self.binding = ops.Binding(self.bind(module), *tensors)
-            if binding.made is not None:
-                return binding.made(*inputs)
+            call: Callable[..., Tensor] | None = binding.made
+            if call is not None:
+                return call(*inputs)
         return self.operate(module, *inputs)
 
     @abstractmethod
@@ -115,6 +114,13 @@ class PackedModule(nn.Module):
     """
 
     residence: Residence[Any] | None
+    settings: CpuSettings = EXACT
+
+    def configure(self, settings: CpuSettings) -> None:
+        """Compute so on CPUs from now on."""
+        self.settings = settings
+        if self.residence is not None:
+            self.residence.binding = None
 
     def matrices(self) -> Sequence[Sequence[PackedMatrix | None]]:
         """Those whose buffers hold the weights as stored."""

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.weight import SUFFIXES
+from trilobite.kernels.layer import CpuSettings
 from trilobite.runtime.modules.experts import EXPERT_NAME, PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.matrix import PackedMatrix, check_loaded
@@ -73,6 +74,13 @@ def _skip_initialisation(model: PreTrainedModel, path: str) -> None:
     while "." in path:
         path = path.rpartition(".")[0]
         model.get_submodule(path)._is_hf_initialized = True
+
+
+def configure(model: nn.Module, settings: CpuSettings) -> None:
+    """Let all packed modules of a model compute so on CPUs; other models keep their own settings."""
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            module.configure(settings)
 
 
 def finish(model: nn.Module) -> None:
