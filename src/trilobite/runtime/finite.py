@@ -25,7 +25,7 @@ def not_finite(model: PreTrainedModel, inputs: Mapping[str, Tensor], name: str =
     """
     where = _first_module(model, inputs)
     return EvaluationError(
-        f"{name or model.name_or_path}: logits are NaN or infinite, "
+        f"{name or model.name_or_path or type(model).__name__}: logits are NaN or infinite, "
         + (f"which begins in {where}" if where else "which comes and goes")
         + f"; damaged checkpoint, or {str(model.dtype).removeprefix('torch.')} overflow: copy or compress it again"
     )
