@@ -24,8 +24,7 @@ template <typename Body> int guarded(Body body) noexcept {
   } catch (const std::bad_alloc &) {
     fail("the machine has too little memory for this call: pass fewer tokens at a time, or free some");
   } catch (const std::system_error &e) {
-    fail("a thread of the CPU engine cannot start (%s): raise the limit of processes (ulimit -u), or set "
-         "TRILOBITE_THREADS=1", e.what());
+    fail("a thread of the CPU engine cannot start (%s): allow more (ulimit -u), or set TRILOBITE_THREADS=1", e.what());
   } catch (const std::exception &e) {
     fail("the CPU engine failed: %s", e.what());
   } catch (...) {

@@ -6,6 +6,9 @@
 
 namespace trilobite {
 
+// Packed bytes, times tokens, below which waking other threads costs more than it saves.
+constexpr int64_t SMALL = 1 << 17;
+
 // Bytes of per-thread scratch that products with rows of `k` columns need.
 int64_t scratch_bytes(const Tier &t, int64_t k);
 

@@ -51,18 +51,20 @@ int down_bands(const ExpertsCall &c, int threads) {
 
 namespace {
 
-constexpr int64_t PAIRS = 4096;     // (token, expert) pairs prepared at a time; bounds the memory of a long prefill
-constexpr int64_t KEPT = 1 << 24;   // values of gate, of up and of the result kept for rotations: bounds the pairs, too
-constexpr int64_t SMALL = 1 << 17;  // packed bytes below which waking other threads costs more than it saves
+constexpr int64_t PAIRS = 4096;  // (token, expert) pairs prepared at a time; bounds the memory of a long prefill
+// Values of gate, of up and of the result that wait for a rotation of whole rows: bounds the pairs, too.
+constexpr int64_t MOST_WAITING = 1 << 24;
 
 using Call = ExpertsCall;
 
+// Any index outside the experts means none: routers pad with E, and a wrong one must not become an address.
 int64_t expert_of(const trilobite_experts_args &a, int64_t pair) {
   const int64_t e = a.index_bytes == 8 ? ((const int64_t *)a.index)[pair] : ((const int32_t *)a.index)[pair];
   return e < 0 || e >= a.experts ? -1 : e;
 }
 
-// Counting sort of this pass's pairs by expert.
+// Counting sort of this pass's pairs by expert, so that an expert's weights are streamed once for all its tokens. Stable,
+// so that the order of every sum is fixed.
 void route(Call &c, Workspace &ws) {
   const trilobite_experts_args &a = c.a;
   const int64_t pairs = c.tokens * a.active, base = c.start * a.active;
@@ -189,6 +191,7 @@ void phases(const Call &c, Team &team, int thread, int most) {
   Workspace &ws = worker_workspace();
   const int per_task = down_bands(c, team.count());
   const int64_t widest = std::max<int64_t>(UNIT, (int64_t)per_task * ROWS);
+  // Phase 4 keeps sums of all tokens in `two` and products of one expert in `one`; phase 2 needs less of both.
   float *one = ws.get<float>(most * widest), *two = ws.get<float>(std::max<int64_t>(most * UNIT, c.tokens * widest));
   void *scratch = ws.get<uint8_t>(scratch_bytes(c.t, std::max(c.a.hidden, c.a.intermediate)));
   if (!c.shared_x)
@@ -221,7 +224,7 @@ bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
   bool lattice = false;
   for (int64_t i = 0; i < c.count; i++) {
     if (!read_matrices(a, c.active[i])) return false;
-    const Matrix &m = c.active[i].up;
+    const Matrix &m = c.active[i].up;  // gate and down are as large
     lattice |= m.lattice() || c.active[i].gate.lattice() || c.active[i].down.lattice();
     most = std::max(most, c.active[i].count);
     work += 3 * c.active[i].count * m.bands * m.groups * m.tile_bytes;
@@ -238,8 +241,8 @@ bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
 }  // namespace
 
 bool experts(const trilobite_experts_args &a) {
-  const int64_t kept = KEPT / std::max<int64_t>(1, std::max(a.hidden, a.intermediate));
-  const int64_t pairs = a.rotate_hidden ? std::min(PAIRS, kept) : PAIRS;
+  const int64_t waiting = MOST_WAITING / std::max<int64_t>(1, std::max(a.hidden, a.intermediate));
+  const int64_t pairs = a.rotate_hidden ? std::min(PAIRS, waiting) : PAIRS;
   const int64_t step = std::max<int64_t>(1, pairs / std::max<int64_t>(1, a.active));
   for (int64_t t = 0; t < a.tokens; t += step)
     if (!pass(a, t, std::min(step, a.tokens - t))) return false;

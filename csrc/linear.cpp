@@ -22,8 +22,7 @@ void product(const Tier &t, const Matrix &m, int64_t band, int bands, const Digi
 
 namespace {
 
-constexpr int64_t PASS = 512;        // tokens prepared at a time; bounds the memory of a long prefill
-constexpr int64_t SMALL = 1 << 17;   // packed bytes below which waking other threads costs more than it saves
+constexpr int64_t PASS = 512;  // tokens prepared at a time; bounds the memory of a long prefill
 
 struct Call {
   const Tier &t;
@@ -59,7 +58,7 @@ void pass(const Call &c, const uint8_t *x, int64_t tokens, uint8_t *y) {
   const int threads = m.bands * m.groups * m.tile_bytes * tokens < SMALL ? 1 : c.threads;
   const int per_task = bands_per_task(m, tokens, threads);
   const int64_t ld = (int64_t)per_task * ROWS, scratch = scratch_bytes(c.t, m.k);
-  // Token 0's work is too little to share; it would cost a barrier.
+  // One block of tokens is too little to share: it would cost a barrier.
   const bool prepared = d.blocks() == 1;
   if (prepared) c.t.quantize_block(x, c.dtype, nullptr, d, 0);
   run_team(threads, [&](Team &team, int thread) {

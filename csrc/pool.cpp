@@ -188,6 +188,7 @@ void Team::share(int thread, int phase, int64_t tasks, const std::function<void(
     const int owner = (thread + i) % count_;
     const int64_t start = tasks * owner / count_, end = tasks * (owner + 1) / count_;
     std::atomic<int64_t> &next = taken_[phase][owner].next;
+    // Counts past the end, too: a counter is used once, so nobody needs to undo it.
     for (int64_t k; (k = start + next.fetch_add(1, std::memory_order_relaxed)) < end;) task(k);
   }
   wait_for_all();

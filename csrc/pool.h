@@ -50,6 +50,7 @@ class Team {
 
   void wait_for_all();
 
+  // A cache line each: all threads write them all the time.
   struct alignas(64) Counter { std::atomic<int64_t> next; };
   const int count_;
   Counter taken_[MAX_PHASES][MAX_THREADS];

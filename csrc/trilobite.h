@@ -65,7 +65,7 @@ typedef struct {
   const void *weights;       // [tokens, active] of weights_dtype
   const uint8_t *slab;       // [slab_bytes]
   const int64_t *table;      // [experts, 3, TRILOBITE_COLUMNS]
-  const void *gate_up_bias;  // [experts, 2 * intermediate] of bias_dtype, gate first ([.., intermediate] without gates), or NULL
+  const void *gate_up_bias;  // [experts, 2 * intermediate], gate first, or without gates [experts, intermediate]; or NULL
   const void *down_bias;     // [experts, hidden] of bias_dtype, or NULL
   void *y;                   // [tokens, hidden] of dtype
   int64_t dtype, weights_dtype, bias_dtype, index_bytes;

@@ -1,11 +1,11 @@
-// Many tokens: AMX tiles over decoded panels (few tokens: amx_few.h). A is 16 tokens x some columns, B the codes of 16 rows x the same columns in just the
-// order in which `decode` leaves them, C 16 tokens x 16 rows.
+// Many tokens: AMX tiles over decoded panels (few tokens: amx_few.h). A is 16 tokens x some columns, B the codes of 16
+// rows x the same columns in just the order in which `decode` leaves them, C 16 tokens x 16 rows.
 //
 // Exact mode multiplies bfloat16: codes are whole numbers below 256 and exact, so are the parts of the activations (see
 // `Digits`), and C accumulates in fp32 for as long as the scale stays the same. int8 mode multiplies bytes; there every
 // segment has an activation scale of its own, so C leaves its tile more often.
 
-constexpr int PANEL = 512;          // columns decoded at a time; they stay in the first-level cache
+constexpr int PANEL = 512;  // columns decoded at a time: 16 KiB of codes, which stay in the first-level cache
 // Bytes ahead, into the second-level cache: the first-level one is full of the panel and its activations.
 constexpr int PANEL_PREFETCH = 6144;
 constexpr int MAX_STRETCHES = PANEL / BLOCK;
@@ -51,7 +51,8 @@ alignas(64) static const uint16_t WHOLE_NUMBERS[32] = {
     0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x4180, 0x4188, 0x4190, 0x4198, 0x41a0, 0x41a8,
     0x41b0, 0x41b8, 0x41c0, 0x41c8, 0x41d0, 0x41d8, 0x41e0, 0x41e8, 0x41f0, 0x41f8};
 
-// Codes of one step [16 rows][4 columns] -> two lines of bfloat16, columns 0 and 2, then 1 and 3.
+// Codes of one step [16 rows][4 columns] -> two lines of bfloat16, columns 0 and 2, then 1 and 3: the bytes of a dword
+// that one permutation, or one shift, spreads to 16 bits. Activations have their columns in this order, too.
 template <int BITS> static inline void store_bf16(uint8_t *out, __m512i codes, __m512i table) {
   if (code_bits(BITS) < 8) {
     // The index is the low five bits of each word: column 0 or 2, then 1 or 3. Codes have at most four.
@@ -73,10 +74,10 @@ template <int BITS> static inline void decode_stretch(const Matrix &m, const uin
     for (int j = 0; j < planes<BITS>(m); j++) __builtin_prefetch(codes + PANEL_PREFETCH + 64 * j, 0, 2);
     Isa::Bytes c[8];
     decode<BITS>(codes, planes<BITS>(m), c);
-    UNROLL
-    for (int j = 0; j < 8; j++)
+    UNROLL for (int j = 0; j < 8; j++) {
       if (bf16) store_bf16<BITS>(out + (b * ROWS + 64 * j) * 2, c[j], table);
       else Isa::store(out + b * ROWS + 64 * j, c[j]);
+    }
   }
 }
 
@@ -150,8 +151,7 @@ template <bool BF16, int N>
 static void block_panel(Panel *p, const Digits &x, int block, int64_t column, bool add, float *out, int64_t ld) {
   const int rows = x.rows(block);
   Isa::Floats acc[N];
-  UNROLL16
-  for (int t = 0; t < N; t++) acc[t] = !add || t >= rows ? Isa::set1(0) : Isa::load(out + t * ld);
+  UNROLL16 for (int t = 0; t < N; t++) acc[t] = !add || t >= rows ? Isa::set1(0) : Isa::load(out + t * ld);
   multiply<BF16>(p, 0, x, block, column);
   for (int s = 0; s < p->count; s++) {
     if (s + 1 < p->count) multiply<BF16>(p, s + 1, x, block, column);
@@ -159,21 +159,20 @@ static void block_panel(Panel *p, const Digits &x, int block, int64_t column, bo
     const int64_t segment = (column + p->first[s]) / x.seg;
     const float *scale = x.scale_block(block) + segment * rows, *sum = x.sum_block(block) + segment * rows;
     const Isa::Floats w = Isa::load(p->scale[s]), offset = Isa::load(p->offset[s]);
-    UNROLL16
-    for (int t = 0; t < N; t++) {
+    UNROLL16 for (int t = 0; t < N; t++) {
       const Isa::Floats dot = BF16 ? Isa::load((const float *)c[t])
                                    : Isa::mul(Isa::to_float(Isa::load(c[t])), Isa::set1(scale[t]));
       acc[t] = Isa::fma(offset, Isa::set1(sum[t]), Isa::fma(w, dot, acc[t]));
     }
+    // A stretch of bfloat16 spans segments: activations have no scales there, but a sum in each segment.
     for (int more = x.seg; BF16 && more < p->width[s]; more += x.seg) {
       sum += rows;
-      UNROLL16
-      for (int t = 0; t < N; t++) acc[t] = Isa::fma(offset, Isa::set1(sum[t]), acc[t]);
+      UNROLL16 for (int t = 0; t < N; t++) acc[t] = Isa::fma(offset, Isa::set1(sum[t]), acc[t]);
     }
   }
-  UNROLL16
-  for (int t = 0; t < N; t++)
+  UNROLL16 for (int t = 0; t < N; t++) {
     if (t < rows) Isa::store(out + t * ld, acc[t]);
+  }
 }
 
 template <bool BF16>
@@ -195,6 +194,7 @@ static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, 
   constexpr int BLOCKS = TOKENS_A_PASS / TOKENS;
   for (int from = 0; from < x.blocks(); from += BLOCKS) {
     const int to = from + BLOCKS < x.blocks() ? from + BLOCKS : x.blocks();
+    // As many accumulators as there are tokens: a block's loops are unrolled, and lines of zeros cost as much as others.
     const int n = to - from > 1 || x.rows(from) > 8 ? 16 : x.rows(from) > 4 ? 8 : 4;
     alignas(64) const TileConfig config(n, bf16 ? 16 : x.seg / 4);
     config.load();
@@ -208,7 +208,7 @@ static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, 
       }
     }
   }
-  _tile_release();
+  _tile_release();  // the system saves 8 KiB of tiles at every switch to another thread while they are in use
 }
 
 // The rate of the tiles, for probes: bfloat16 in exact mode, bytes in int8 mode.

@@ -20,8 +20,7 @@ static inline void decode_segment(const Matrix &m, const uint8_t *codes, int seg
     for (int i = 0; i < planes<BITS>(m); i++) __builtin_prefetch(codes + ahead + 64 * i, 0, 3);
     Isa::Bytes c[8];
     decode<BITS>(codes, planes<BITS>(m), c);
-    UNROLL
-    for (int step = 0; step < 8; step++) Isa::store(out + b * ROWS + 64 * step, c[step]);
+    UNROLL for (int step = 0; step < 8; step++) Isa::store(out + b * ROWS + 64 * step, c[step]);
   }
 }
 
@@ -88,17 +87,17 @@ static void bands_digits(const Matrix &m, int64_t band, const Digits &x, Ring *r
     if (++used == per_group) used = 0, group++;
     for (int n = 0; n < NB; n++) {
       const uint8_t *c = r->products[n][s & 1];
-      UNROLL16
-      for (int t = 0; t < N; t++) {
+      UNROLL16 for (int t = 0; t < N; t++) {
         const Isa::Floats dot = Isa::mul(combine_rows<D>(c, rows, t), Isa::set1(scale[t]));
         acc[n][t] = Isa::fma(w[n].offset, Isa::set1(sum[t]), Isa::fma(w[n].scale, dot, acc[n][t]));
       }
     }
   }
-  for (int n = 0; n < NB; n++)
-    UNROLL16
-    for (int t = 0; t < N; t++)
+  for (int n = 0; n < NB; n++) {
+    UNROLL16 for (int t = 0; t < N; t++) {
       if (t < rows) Isa::store(out + t * ld + n * ROWS, acc[n][t]);
+    }
+  }
 }
 
 template <int BITS, int D, int N>

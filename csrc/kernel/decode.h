@@ -50,6 +50,7 @@ template <int BITS> static inline void decode(const uint8_t *p, int planes, Isa:
       c[4 * i + 3] = Isa::field<6, 2>(v);
     }
   } else {
+    // A byte has room for two codes of 3 bits; its last two bits, of three planes, make up the codes of steps 6 and 7.
     const Isa::Bytes v0 = Isa::load(p), v1 = Isa::load(p + 64), v2 = Isa::load(p + 128);
     c[0] = Isa::field<0, 3>(v0);
     c[1] = Isa::field<3, 3>(v0);
@@ -78,11 +79,12 @@ static inline Affine read_affine(const Matrix &m, const uint8_t *meta, int64_t b
     a.scale = Isa::from_half(meta);
     if (!m.symmetric) a.offset = Isa::from_half(meta + 2 * ROWS);
   } else {
-    const int per = m.bits >= 4 ? 16 : 8;
+    const int per = m.bits >= 4 ? 16 : 8;  // groups that share a pair of the second level (formats/affine.py)
     const uint8_t *pair = m.super + (band * m.supers + group / per) * (m.symmetric ? 8 : 16);
     a.scale = second_level(meta, pair);
     if (!m.symmetric) a.offset = second_level(meta + ROWS, pair + 8);
   }
+  // Codes are stored without a sign; their middle stands for zero.
   if (m.symmetric) a.offset = Isa::mul(a.scale, Isa::set1(-(float)(1 << (m.bits - 1))));
   return a;
 }

@@ -18,7 +18,7 @@ struct Isa {
     return {_mm256_and_si256(v.a, k), _mm256_and_si256(v.b, k)};
   }
   // Shifts 16-bit lanes: bits of the neighbour come in, a mask always follows.
-  template <int S> static Bytes shr(Bytes v) { return {_mm256_srli_epi16(v.a, S), _mm256_srli_epi16(v.b, S)}; }
+  template <int SHIFT> static Bytes shr(Bytes v) { return {_mm256_srli_epi16(v.a, SHIFT), _mm256_srli_epi16(v.b, SHIFT)}; }
   static Bytes either(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
   // Bits [FROM, FROM + WIDTH) of every byte, moved to bit TO.
   template <int FROM, int WIDTH, int TO = 0> static Bytes field(Bytes v) {

@@ -11,7 +11,7 @@ struct Isa {
   static void store(uint8_t *p, Bytes v) { _mm512_storeu_si512(p, v); }
   static Bytes mask(Bytes v, uint8_t m) { return _mm512_and_si512(v, _mm512_set1_epi8((char)m)); }
   // Shifts 16-bit lanes: bits of the neighbour come in, a mask always follows.
-  template <int S> static Bytes shr(Bytes v) { return _mm512_srli_epi16(v, S); }
+  template <int SHIFT> static Bytes shr(Bytes v) { return _mm512_srli_epi16(v, SHIFT); }
   static Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
   // Bits [FROM, FROM + WIDTH) of every byte, moved to bit TO.
   template <int FROM, int WIDTH, int TO = 0> static Bytes field(Bytes v) {

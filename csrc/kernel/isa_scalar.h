@@ -9,7 +9,7 @@ struct Isa {
   static Bytes load(const uint8_t *p) { Bytes b; memcpy(b.v, p, 64); return b; }
   static void store(uint8_t *p, const Bytes &b) { memcpy(p, b.v, 64); }
   static Bytes mask(Bytes b, uint8_t m) { for (int i = 0; i < 64; i++) b.v[i] &= m; return b; }
-  template <int S> static Bytes shr(Bytes b) { for (int i = 0; i < 64; i++) b.v[i] >>= S; return b; }
+  template <int SHIFT> static Bytes shr(Bytes b) { for (int i = 0; i < 64; i++) b.v[i] >>= SHIFT; return b; }
   static Bytes either(Bytes a, const Bytes &b) { for (int i = 0; i < 64; i++) a.v[i] |= b.v[i]; return a; }
   // Bits [FROM, FROM + WIDTH) of every byte, moved to bit TO.
   template <int FROM, int WIDTH, int TO = 0> static Bytes field(Bytes v) {

@@ -26,17 +26,14 @@ static uint64_t read_bytes(const uint8_t *p, int64_t bytes) {
   int8_t x[4 * CHAINS];
   memset(x, 3, sizeof x);
   Isa::Ints a[CHAINS];
-  UNROLL
-  for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
+  UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
   for (int64_t r = 0; r < rounds; r += CHAINS) {
     __asm__ volatile("" : "+m"(x));  // as if x changed, or the products would be computed once
-    UNROLL
-    for (int i = 0; i < CHAINS; i++) a[i] = Isa::dot<4>(a[i], codes, x + 4 * i);
+    UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::dot<4>(a[i], codes, x + 4 * i);
   }
   float out[ROWS];
   Isa::Floats f = Isa::to_float(a[0]);
-  UNROLL
-  for (int i = 1; i < CHAINS; i++) f = Isa::fma(Isa::set1(1), Isa::to_float(a[i]), f);
+  UNROLL for (int i = 1; i < CHAINS; i++) f = Isa::fma(Isa::set1(1), Isa::to_float(a[i]), f);
   Isa::store(out, f);
   return rounds / CHAINS * CHAINS * 64 / digits + (out[0] == 0.5f);
 }

@@ -191,15 +191,15 @@ static void pack_block(const uint8_t (*step)[64], int bits, uint8_t *planes) {
 // Lanes l of m[i] <-> lane i of m[l]. Four rounds, each swapping blocks of half the size.
 static inline void transpose(Lanes m[ROWS]) {
 #if defined(__AVX512F__) && !defined(__clang__)  // which has no __builtin_shuffle
-#define SWAP_BLOCKS(S)                                                                                               \
+#define SWAP_BLOCKS(SIDE)                                                                                               \
   {                                                                                                                  \
     Bits first, second;                                                                                              \
-    for (int l = 0; l < ROWS; l++) first[l] = l & S ? ROWS + l - S : l, second[l] = l & S ? ROWS + l : l + S;        \
+    for (int l = 0; l < ROWS; l++) first[l] = l & SIDE ? ROWS + l - SIDE : l, second[l] = l & SIDE ? ROWS + l : l + SIDE;        \
     _Pragma("GCC unroll 16") for (int i = 0; i < ROWS; i++) {                                                        \
-      if (i & S) continue;                                                                                           \
-      const Lanes a = m[i], b = m[i + S];                                                                            \
+      if (i & SIDE) continue;                                                                                           \
+      const Lanes a = m[i], b = m[i + SIDE];                                                                            \
       m[i] = __builtin_shuffle(a, b, first);                                                                         \
-      m[i + S] = __builtin_shuffle(a, b, second);                                                                    \
+      m[i + SIDE] = __builtin_shuffle(a, b, second);                                                                    \
     }                                                                                                                \
   }
   SWAP_BLOCKS(1) SWAP_BLOCKS(2) SWAP_BLOCKS(4) SWAP_BLOCKS(8)

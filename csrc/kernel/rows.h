@@ -41,18 +41,17 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
         for (int t = 0; t < NT; t++)
           for (int d = 0; d < D; d++) a[n][t][d] = Isa::zero();
       for (int b = 0; b < seg; b += BLOCK, codes += planes<BITS>(m) * 64) {
-        UNROLL
-        for (int n = 0; n < NB; n++) {
+        UNROLL for (int n = 0; n < NB; n++) {
           for (int i = 0; i < planes<BITS>(m); i++) __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, 3);
           Isa::Bytes c[8];
           decode<BITS>(codes + n * stride, planes<BITS>(m), c);
-          UNROLL
-          for (int step = 0; step < 8; step++)
-            UNROLL
-            for (int t = 0; t < NT; t++)
-              UNROLL
-              for (int d = 0; d < D; d++)
+          UNROLL for (int step = 0; step < 8; step++) {
+            UNROLL for (int t = 0; t < NT; t++) {
+              UNROLL for (int d = 0; d < D; d++) {
                 a[n][t][d] = Isa::dot<code_bits(BITS)>(a[n][t][d], c[step], q + d * digit + t * seg + b + 4 * step);
+              }
+            }
+          }
         }
       }
       for (int n = 0; n < NB; n++)
