@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 # CPU machines of this project have this build of torch at hand; the package itself accepts a range.
 TORCH ?= torch==2.13.0
 
+CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
+
 .PHONY: demo test lint format install clean sanitize old-triton emulate
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
@@ -26,6 +28,7 @@ demo: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 	$(BIN)/mypy
 
 test: lint
@@ -44,6 +47,7 @@ emulate: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
 
 clean:
 	rm -rf $(VENV) build demo-output

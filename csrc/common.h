@@ -11,13 +11,13 @@ namespace trilobite {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int ROWS = 16;        // rows of a tile: one per 32-bit lane
-constexpr int BLOCK = 32;       // columns of a block of codes
-constexpr int UNIT = 64;        // rows of a unit of work: four bands, one group of a compensator
+constexpr int ROWS = 16;   // rows of a tile: one per 32-bit lane
+constexpr int BLOCK = 32;  // columns of a block of codes
+constexpr int UNIT = 64;   // rows of a unit of work: four bands, one group of a compensator
 constexpr int UNIT_BANDS = UNIT / ROWS;
-constexpr int TOKENS = 16;      // tokens that are laid out together
-constexpr int LR_GROUP = 64;    // values of a compensator factor that share a scale
-constexpr int SLACK = 2048;     // bytes readable past prepared activations: whole tiles are loaded at the end
+constexpr int TOKENS = 16;    // tokens that are laid out together
+constexpr int LR_GROUP = 64;  // values of a compensator factor that share a scale
+constexpr int SLACK = 2048;   // bytes readable past prepared activations: whole tiles are loaded at the end
 
 // How codes are read: 2, 3, 4 or 8 bits of an affine format, or a stage of a lattice format (formats/lattice.py).
 constexpr int E8P = 16, E8 = 17;

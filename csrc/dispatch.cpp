@@ -52,7 +52,9 @@ struct Cpu {
   }
   // VNNI, VBMI, GFNI: the processors that have the first two have the third.
   bool vnni() const { return avx512() && (ecx7 >> 11 & 1) && (ecx7 >> 1 & 1) && (ecx7 >> 8 & 1); }
-  bool amx() const { return vnni() && (edx7 >> 22 & 1) && (edx7 >> 24 & 1) && (edx7 >> 25 & 1) && saves(0x60000) && permitted(); }
+  bool amx() const {
+    return vnni() && (edx7 >> 22 & 1) && (edx7 >> 24 & 1) && (edx7 >> 25 & 1) && saves(0x60000) && permitted();
+  }
   // Linux hands out the tile registers per process, on request.
   static bool permitted() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
 };

@@ -195,20 +195,22 @@ void phases(const Call &c, Team &team, int thread, int most) {
   float *one = ws.get<float>(most * widest), *two = ws.get<float>(std::max<int64_t>(most * UNIT, c.tokens * widest));
   void *scratch = ws.get<uint8_t>(scratch_bytes(c.t, std::max(c.a.hidden, c.a.intermediate)));
   if (!c.shared_x)
-    share_flat(c, team, thread, 0, [](const Active &e) { return (int64_t)e.x.blocks(); },
-               [&](Active &e, int64_t b) {
-                 c.t.quantize_block(c.x(), (int)c.a.dtype, c.token + e.first, e.x, (int)b);
-               });
-  share_flat(c, team, thread, 1, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
-             [&](Active &e, int64_t i) {
-               const int64_t gates = ranks(e.gate);
-               if (i < gates) project(c, e.gate, i, e.x, e.z_gate, scratch);
-               else project(c, e.up, i - gates, e.x, e.z_up, scratch);
-             });
-  share_flat(c, team, thread, 2, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
-             [&](Active &e, int64_t u) { gate_up(c, e, u, one, two, scratch); });
-  share_flat(c, team, thread, 3, [](const Active &e) { return ranks(e.down); },
-             [&](Active &e, int64_t i) { project(c, e.down, i, e.h, e.z_down, scratch); });
+    share_flat(
+        c, team, thread, 0, [](const Active &e) { return (int64_t)e.x.blocks(); },
+        [&](Active &e, int64_t b) { c.t.quantize_block(c.x(), (int)c.a.dtype, c.token + e.first, e.x, (int)b); });
+  share_flat(
+      c, team, thread, 1, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
+      [&](Active &e, int64_t i) {
+        const int64_t gates = ranks(e.gate);
+        if (i < gates) project(c, e.gate, i, e.x, e.z_gate, scratch);
+        else project(c, e.up, i - gates, e.x, e.z_up, scratch);
+      });
+  share_flat(
+      c, team, thread, 2, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
+      [&](Active &e, int64_t u) { gate_up(c, e, u, one, two, scratch); });
+  share_flat(
+      c, team, thread, 3, [](const Active &e) { return ranks(e.down); },
+      [&](Active &e, int64_t i) { project(c, e.down, i, e.h, e.z_down, scratch); });
   const int64_t bands = ceil_div(c.a.hidden, ROWS);
   team.share(thread, 4, ceil_div(bands, per_task), [&](int64_t i) {
     down(c, i * per_task, (int)std::min<int64_t>(per_task, bands - i * per_task), two, one, scratch);

@@ -18,12 +18,12 @@ struct Active {
 struct ExpertsCall {
   const trilobite_experts_args &a;
   const Tier &t;
-  int64_t start, tokens;   // of this pass
+  int64_t start, tokens;  // of this pass
   Active *active;
-  int64_t count;           // of active experts
-  int32_t *token;          // [pairs] token of each pair, sorted by expert; relative to `start`
-  float *weight;           // [pairs]
-  bool shared_x;           // one token: every expert reads the same digits
+  int64_t count;   // of active experts
+  int32_t *token;  // [pairs] token of each pair, sorted by expert; relative to `start`
+  float *weight;   // [pairs]
+  bool shared_x;   // one token: every expert reads the same digits
 
   const uint8_t *x() const;
 };

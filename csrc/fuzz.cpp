@@ -160,11 +160,10 @@ bool fuzz_linear() {
   const auto x = activations(tokens * k), bias = activations(n);
   const int64_t digits = pick(0, 1) ? TRILOBITE_EXACT : TRILOBITE_INT8, threads = pick(1, 2);
   char what[200];
-  snprintf(what, sizeof what, "linear n=%ld k=%ld tokens=%ld bits=%ld group=%ld rank=%ld/%ld digits=%ld", (long)n, (long)k,
-           (long)tokens, (long)w.m.bits, (long)group, (long)w.m.rank, (long)w.m.rank_bits, (long)digits);
+  snprintf(what, sizeof what, "linear n=%ld k=%ld tokens=%ld bits=%ld group=%ld rank=%ld/%ld digits=%ld", (long)n,
+           (long)k, (long)tokens, (long)w.m.bits, (long)group, (long)w.m.rank, (long)w.m.rank_bits, (long)digits);
   return agree(what, tokens * n, 1e-5, [&](float *y) {
-    return trilobite_linear(x.data(), TRILOBITE_F32, tokens, &w.m, bias.data(), TRILOBITE_F32, y,
-                            digits, threads);
+    return trilobite_linear(x.data(), TRILOBITE_F32, tokens, &w.m, bias.data(), TRILOBITE_F32, y, digits, threads);
   });
 }
 
@@ -196,8 +195,8 @@ struct Layer {
 };
 
 // With transforms, some of the matrices are in lattice formats.
-Layer some_layer(int64_t experts, int64_t hidden, int64_t intermediate, int64_t group, bool gated, const Turn *h = nullptr,
-                 const Turn *i = nullptr) {
+Layer some_layer(int64_t experts, int64_t hidden, int64_t intermediate, int64_t group, bool gated,
+                 const Turn *h = nullptr, const Turn *i = nullptr) {
   Layer l;
   for (int64_t e = 0; e < experts; e++)
     for (int p = 0; p < 3; p++) {
@@ -210,8 +209,8 @@ Layer some_layer(int64_t experts, int64_t hidden, int64_t intermediate, int64_t 
       if (lattice && p == 2) fill_lattice(w, hidden, intermediate, *i, *h);
       else if (lattice) fill_lattice(w, intermediate, hidden, *h, *i);
       else fill(w, p == 2 ? hidden : intermediate, p == 2 ? intermediate : hidden, group);
-      const int64_t row[] = {l.add(w.packed), l.add(w.scale), l.add(w.lra), l.add(w.lrb), w.m.rank, w.m.rank_bits,
-                             w.m.bits, w.m.group, w.m.symmetric, w.m.double_quant};
+      const int64_t row[] = {l.add(w.packed), l.add(w.scale), l.add(w.lra), l.add(w.lrb),  w.m.rank,
+                             w.m.rank_bits,   w.m.bits,       w.m.group,    w.m.symmetric, w.m.double_quant};
       l.table.insert(l.table.end(), row, row + 10);
       const int64_t more[] = {l.add(w.lattice), l.add(w.signs_in), l.add(w.signs_out), w.m.tuned, 0, 0};
       l.table.insert(l.table.end(), more, more + 6);
@@ -226,7 +225,8 @@ bool fuzz_experts(bool lattice) {
   const int64_t experts = pick(1, 6), active = pick(1, 3), tokens = pick(1, 30);
   const bool gated = pick(0, 3) > 0;
   Layer l = some_layer(experts, hidden, intermediate, group, gated, lattice ? &h : nullptr, lattice ? &i : nullptr);
-  if (pick(0, 3) == 0) l.table[pick(0, (int64_t)l.table.size() - 1)] = (int64_t)g_random() >> pick(0, 63);  // a broken table
+  if (pick(0, 3) == 0)
+    l.table[pick(0, (int64_t)l.table.size() - 1)] = (int64_t)g_random() >> pick(0, 63);  // a broken table
   const auto x = activations(tokens * hidden), weights = activations(tokens * active);
   const auto gate_up_bias = activations(experts * (1 + gated) * intermediate), down_bias = activations(experts * hidden);
   std::vector<int64_t> index(tokens * active);

@@ -154,15 +154,14 @@ void finish_block(const Layer &l, const Work &w, int64_t block, float *buffer) {
   const int64_t first = block * TOKENS, n = a.intermediate;
   const int count = (int)std::min<int64_t>(TOKENS, e.count - first);
   float *up = w.up_rows + first * l.ld, *h = up;
-  complete(l, e.up, e.z_up ? e.z_up + first * e.up.rank : nullptr, count, a.gate_up_bias,
-           up_bias(a, e.expert), up, buffer);
+  complete(l, e.up, e.z_up ? e.z_up + first * e.up.rank : nullptr, count, a.gate_up_bias, up_bias(a, e.expert), up,
+           buffer);
   if (e.gated) {
     h = w.gate_rows + first * l.ld;
     complete(l, e.gate, e.z_gate ? e.z_gate + first * e.gate.rank : nullptr, count, a.gate_up_bias,
              gate_bias(a, e.expert), h, buffer);
   }
-  for (int t = 0; t < count; t++)
-    l.c.t.activate((int)a.activation, h + t * l.ld, e.gated ? up + t * l.ld : nullptr, n);
+  for (int t = 0; t < count; t++) l.c.t.activate((int)a.activation, h + t * l.ld, e.gated ? up + t * l.ld : nullptr, n);
   if (e.z_down) l.c.t.quantize_columns(h, l.ld, 0, (int)n, w.h_plain.blocks_from((int)block, 1));
   for (int t = 0; e.down.lattice() && t < count; t++) l.c.t.rotate(e.down.in, false, h + t * l.ld, buffer);
   l.c.t.quantize_columns(h, l.ld, 0, (int)n, w.h.blocks_from((int)block, 1));
@@ -215,7 +214,8 @@ void phases(const Layer &l, Team &team, int thread, int most) {
   Workspace &ws = worker_workspace();
   const int per_task = down_bands(c, team.count());
   const int64_t bands = ceil_div(c.a.hidden, ROWS), longest = std::max(c.a.hidden, c.a.intermediate);
-  float *rows = ws.get<float>(most * std::max<int64_t>(UNIT, (int64_t)per_task * ROWS)), *buffer = ws.get<float>(longest);
+  float *rows = ws.get<float>(most * std::max<int64_t>(UNIT, (int64_t)per_task * ROWS)),
+        *buffer = ws.get<float>(longest);
   void *scratch = ws.get<uint8_t>(scratch_bytes(c.t, longest));
   const auto work = [&](const Active &e) -> const Work & { return l.work[&e - c.active]; };
   const auto project = [&](const Matrix &m, int64_t i, const Digits &x, float *z) {
@@ -225,18 +225,22 @@ void phases(const Layer &l, Team &team, int thread, int most) {
   team.share(thread, 1, l.view_count, [&](int64_t i) {
     for (int block = 0; block < l.views[i].d.blocks(); block++) quantize_view(l, l.views[i], block);
   });
-  share_flat(c, team, thread, 2, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
-             [&](Active &e, int64_t i) {
-               const int64_t gates = ranks(e.gate);
-               if (i < gates) project(e.gate, i, work(e).plain->d, e.z_gate);
-               else project(e.up, i - gates, work(e).plain->d, e.z_up);
-             });
-  share_flat(c, team, thread, 3, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
-             [&](Active &e, int64_t unit) { multiply_unit(l, work(e), unit, scratch); });
-  share_flat(c, team, thread, 4, [](const Active &e) { return ceil_div(e.count, TOKENS); },
-             [&](Active &e, int64_t block) { finish_block(l, work(e), block, buffer); });
-  share_flat(c, team, thread, 5, [](const Active &e) { return ranks(e.down); },
-             [&](Active &e, int64_t i) { project(e.down, i, work(e).h_plain, e.z_down); });
+  share_flat(
+      c, team, thread, 2, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
+      [&](Active &e, int64_t i) {
+        const int64_t gates = ranks(e.gate);
+        if (i < gates) project(e.gate, i, work(e).plain->d, e.z_gate);
+        else project(e.up, i - gates, work(e).plain->d, e.z_up);
+      });
+  share_flat(
+      c, team, thread, 3, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
+      [&](Active &e, int64_t unit) { multiply_unit(l, work(e), unit, scratch); });
+  share_flat(
+      c, team, thread, 4, [](const Active &e) { return ceil_div(e.count, TOKENS); },
+      [&](Active &e, int64_t block) { finish_block(l, work(e), block, buffer); });
+  share_flat(
+      c, team, thread, 5, [](const Active &e) { return ranks(e.down); },
+      [&](Active &e, int64_t i) { project(e.down, i, work(e).h_plain, e.z_down); });
   team.share(thread, 6, ceil_div(bands, per_task), [&](int64_t i) {
     down(l, i * per_task, (int)std::min<int64_t>(per_task, bands - i * per_task), rows, scratch);
   });
@@ -246,8 +250,16 @@ void phases(const Layer &l, Team &team, int thread, int most) {
 }  // namespace
 
 void lattice_pass(const ExpertsCall &c, Workspace &ws, int threads, int most) {
-  Layer l{c, ws, ws.get<Input>(2 * c.count + 1), ws.get<View>(3 * c.count), ws.get<Output>(c.count + 1),
-          ws.get<Work>(c.count), 0, 0, 0, ceil_div(c.a.intermediate, UNIT) * UNIT};
+  Layer l{c,
+          ws,
+          ws.get<Input>(2 * c.count + 1),
+          ws.get<View>(3 * c.count),
+          ws.get<Output>(c.count + 1),
+          ws.get<Work>(c.count),
+          0,
+          0,
+          0,
+          ceil_div(c.a.intermediate, UNIT) * UNIT};
   input_of(l, Rotation{});
   output_of(l, Rotation{});
   for (int64_t i = 0; i < c.count; i++) l.work[i] = prepare(l, c.active[i]);

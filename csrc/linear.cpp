@@ -16,8 +16,7 @@ void product(const Tier &t, const Matrix &m, int64_t band, int bands, const Digi
   t.rows(m, band, bands, x, out, ld, scratch);
   if (m.second > 0) t.rows(second_stage(m), band, bands, x, out, ld, scratch);
   if (z == nullptr) return;
-  for (int b = 0; b < bands; b += UNIT_BANDS)
-    t.low_rank_u(m, (band + b) * ROWS, z, m.rank, x.count, out + b * ROWS, ld);
+  for (int b = 0; b < bands; b += UNIT_BANDS) t.low_rank_u(m, (band + b) * ROWS, z, m.rank, x.count, out + b * ROWS, ld);
 }
 
 namespace {
@@ -52,8 +51,7 @@ void finish_rows(const Call &c, int64_t row, int64_t width, int64_t tokens, floa
 void pass(const Call &c, const uint8_t *x, int64_t tokens, uint8_t *y) {
   Workspace &ws = call_workspace();
   const Matrix &m = c.m;
-  const Digits d = ws.digits(tokens, m.k, segment(m.group), c.digits,
-                             c.t.parts((int)tokens, c.dtype, c.digits, false));
+  const Digits d = ws.digits(tokens, m.k, segment(m.group), c.digits, c.t.parts((int)tokens, c.dtype, c.digits, false));
   float *z = m.rank > 0 ? ws.get<float>(tokens * m.rank) : nullptr;
   const int threads = m.bands * m.groups * m.tile_bytes * tokens < SMALL ? 1 : c.threads;
   const int per_task = bands_per_task(m, tokens, threads);

@@ -39,13 +39,12 @@ bool describe_lattice(const trilobite_matrix &w, Matrix *m) {
   memcpy(scale, (const uint8_t *)w.lattice + sizeof head, sizeof scale);
   const int bits = head[1];
   if (head[0] != 0 || bits < 2 || bits > 4 || head[2] != 0 || head[3] != 0)
-    return fail("a lattice record of codebook %d, %d bits, transform %d; the native engine runs e8p with hadamard", head[0],
-                bits, head[2]);
+    return fail("a lattice record of codebook %d, %d bits, transform %d; the native engine runs e8p with hadamard",
+                head[0], bits, head[2]);
   if (w.bits != bits) return fail("%lld bits; the lattice record says %d", (long long)w.bits, bits);
   if (!(scale[0] >= 0 && scale[0] < INFINITY && scale[1] >= 0 && scale[1] < INFINITY))
     return fail("a lattice record with scales %g and %g", scale[0], scale[1]);
-  if (w.k % BLOCK)
-    return fail("a lattice matrix with K=%lld, which is no multiple of %d", (long long)w.k, BLOCK);
+  if (w.k % BLOCK) return fail("a lattice matrix with K=%lld, which is no multiple of %d", (long long)w.k, BLOCK);
   if (!fits(w.rotate_in, w.k) || !fits(w.rotate_out, w.n))
     return fail("a lattice matrix of [%lld, %lld] with transforms of other lengths", (long long)w.n, (long long)w.k);
   m->in = {(const uint8_t *)w.signs_in, w.tuned != 0, w.rotate_in};
@@ -105,7 +104,8 @@ bool describe(const trilobite_matrix &w, Matrix *m) {
   if (group < BLOCK || group % BLOCK || w.k % group)
     return fail("K=%lld does not divide into groups of %lld columns; a group must divide K and be a multiple of %d",
                 (long long)w.k, (long long)group, BLOCK);
-  m->bits = m->kind = (int)w.bits, m->group = (int)group, m->symmetric = w.symmetric != 0, m->double_quant = w.double_quant != 0;
+  m->bits = m->kind = (int)w.bits, m->group = (int)group, m->symmetric = w.symmetric != 0,
+  m->double_quant = w.double_quant != 0;
   m->groups = w.k / group;
   m->code_bytes = group * m->bits * ROWS / 8;
   m->tile_bytes = m->code_bytes + ROWS * (m->symmetric ? 1 : 2) * (m->double_quant ? 1 : 2);

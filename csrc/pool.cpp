@@ -51,7 +51,9 @@ template <typename Ready> void Signal::wait(Ready ready) {
 // sequentially consistent.
 void Signal::notify() {
   if (sleeping_.load() == 0) return;
-  { std::lock_guard<std::mutex> lock(mutex_); }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+  }
   wake_.notify_all();
 }
 

@@ -36,7 +36,8 @@ QuantizeTile tile_at(const trilobite_quantize_args &a, int64_t band, int64_t g, 
 bool quantize(const trilobite_quantize_args &a) {
   const bool bits = a.bits == 2 || a.bits == 3 || a.bits == 4 || a.bits == 8;
   if (!bits || a.group < BLOCK || a.group % BLOCK || a.k % a.group || a.rows < 0 || a.group > (1 << 24))
-    return fail("quantize: %lld bits, group %lld of %lld columns", (long long)a.bits, (long long)a.group, (long long)a.k);
+    return fail("quantize: %lld bits, group %lld of %lld columns", (long long)a.bits, (long long)a.group,
+                (long long)a.k);
   if (!a.symmetric && !a.offset) return fail("quantize: no room for offsets");
   const int64_t groups = a.k / a.group;
   run_team(a.threads < 1 ? 1 : (int)a.threads, [&](Team &team, int thread) {

@@ -8,12 +8,12 @@ namespace trilobite {
 enum { QUANTIZE_RTN = 0, QUANTIZE_SEARCH = 1, QUANTIZE_HQQ = 2 };
 
 struct QuantizeTile {
-  const float *w;                            // [rows, ld], the first column of the group
-  float *scale, *offset;                     // [rows] at stride line_ld: the line found, before fp16
-  const float *original;                     // [rows, ld] or NULL
-  float *values;                             // [rows, ld] or NULL: what is stored, taken from `original` where given
-  uint8_t *packed;                           // the tile, or NULL
-  void *scratch;                             // (64 + 16) * group bytes, 64-byte aligned
+  const float *w;         // [rows, ld], the first column of the group
+  float *scale, *offset;  // [rows] at stride line_ld: the line found, before fp16
+  const float *original;  // [rows, ld] or NULL
+  float *values;          // [rows, ld] or NULL: what is stored, taken from `original` where given
+  uint8_t *packed;        // the tile, or NULL
+  void *scratch;          // (64 + 16) * group bytes, 64-byte aligned
   int64_t ld, line_ld;
   int rows, group, bits, method, steps;
   bool symmetric;

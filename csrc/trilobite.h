@@ -25,8 +25,16 @@ enum trilobite_dtype { TRILOBITE_F32 = 0, TRILOBITE_F16 = 1, TRILOBITE_BF16 = 2 
 enum trilobite_digits { TRILOBITE_EXACT = 3, TRILOBITE_INT8 = 1 };
 
 enum trilobite_activation {
-  TRILOBITE_SILU = 0, TRILOBITE_GELU = 1, TRILOBITE_GELU_TANH = 2, TRILOBITE_RELU = 3, TRILOBITE_SIGMOID = 4,
-  TRILOBITE_QUICK_GELU = 5, TRILOBITE_RELU2 = 6, TRILOBITE_TANH = 7, TRILOBITE_IDENTITY = 8, TRILOBITE_GPT_OSS = 9
+  TRILOBITE_SILU = 0,
+  TRILOBITE_GELU = 1,
+  TRILOBITE_GELU_TANH = 2,
+  TRILOBITE_RELU = 3,
+  TRILOBITE_SIGMOID = 4,
+  TRILOBITE_QUICK_GELU = 5,
+  TRILOBITE_RELU2 = 6,
+  TRILOBITE_TANH = 7,
+  TRILOBITE_IDENTITY = 8,
+  TRILOBITE_GPT_OSS = 9
 };
 
 // A Hadamard matrix of order n: the Kronecker product of `count` cores, [order, order] of +-1 in fp32, and Sylvester's of
@@ -53,24 +61,25 @@ TRILOBITE_API int trilobite_linear(const void *x, int64_t dtype, int64_t tokens,
                                    const void *bias, int64_t bias_dtype, void *y, int64_t digits, int64_t threads);
 
 // x [count, n] of fp32, in place: each row x -> T x, or with `adjoint` T^T x, T as of a lattice matrix's side.
-TRILOBITE_API int trilobite_rotate(const trilobite_rotation *r, const void *signs, int64_t tuned, int64_t adjoint, float *x,
-                                   int64_t count);
+TRILOBITE_API int trilobite_rotate(const trilobite_rotation *r, const void *signs, int64_t tuned, int64_t adjoint,
+                                   float *x, int64_t count);
 
 // Columns of a row of the table of experts (kernels/expert_table.py).
 #define TRILOBITE_COLUMNS 16
 
 typedef struct {
-  const void *x;             // [tokens, hidden] of dtype
-  const void *index;         // [tokens, active] int64, or int32 when index_bytes is 4
-  const void *weights;       // [tokens, active] of weights_dtype
-  const uint8_t *slab;       // [slab_bytes]
-  const int64_t *table;      // [experts, 3, TRILOBITE_COLUMNS]
-  const void *gate_up_bias;  // [experts, 2 * intermediate], gate first, or without gates [experts, intermediate]; or NULL
-  const void *down_bias;     // [experts, hidden] of bias_dtype, or NULL
-  void *y;                   // [tokens, hidden] of dtype
+  const void *x;         // [tokens, hidden] of dtype
+  const void *index;     // [tokens, active] int64, or int32 when index_bytes is 4
+  const void *weights;   // [tokens, active] of weights_dtype
+  const uint8_t *slab;   // [slab_bytes]
+  const int64_t *table;  // [experts, 3, TRILOBITE_COLUMNS]
+  const void
+      *gate_up_bias;      // [experts, 2 * intermediate], gate first, or without gates [experts, intermediate]; or NULL
+  const void *down_bias;  // [experts, hidden] of bias_dtype, or NULL
+  void *y;                // [tokens, hidden] of dtype
   int64_t dtype, weights_dtype, bias_dtype, index_bytes;
   int64_t tokens, active, experts, hidden, intermediate, slab_bytes, activation, digits, threads;
-  int64_t gated;             // 1: all experts have gates, 0: none has
+  int64_t gated;                                                  // 1: all experts have gates, 0: none has
   const trilobite_rotation *rotate_hidden, *rotate_intermediate;  // or NULL where no matrix is in a lattice format
 } trilobite_experts_args;
 
@@ -99,10 +108,10 @@ TRILOBITE_API double trilobite_peak_macs(int64_t digits, int64_t threads);
 // All contiguous.
 typedef struct {
   const float *w;
-  float *scale, *offset;                    // [rows, k / group]: the lines found; offset NULL when symmetric
-  const float *original;                    // [rows, k]: with it, `values` gets original - what is stored; or NULL
-  float *values;                            // [rows, k] what is stored, or NULL
-  uint8_t *packed;                          // tiles [ceil(rows / 16), k / group, ..] or NULL
+  float *scale, *offset;  // [rows, k / group]: the lines found; offset NULL when symmetric
+  const float *original;  // [rows, k]: with it, `values` gets original - what is stored; or NULL
+  float *values;          // [rows, k] what is stored, or NULL
+  uint8_t *packed;        // tiles [ceil(rows / 16), k / group, ..] or NULL
   int64_t rows, k, group, bits, symmetric, method, steps, threads;
 } trilobite_quantize_args;
 

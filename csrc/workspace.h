@@ -23,7 +23,10 @@ class Workspace {
 
  private:
   void *bytes(int64_t size);
-  struct Piece { uint8_t *data; int64_t size; };
+  struct Piece {
+    uint8_t *data;
+    int64_t size;
+  };
   std::vector<Piece> pieces_;
   int64_t used_ = 0;
 };

@@ -46,10 +46,10 @@ static int parts_amx(int count, int dtype, int digits, bool intermediate) {
 }
 
 // bfloat16 of 0 .. 31.
-alignas(64) static const uint16_t WHOLE_NUMBERS[32] = {
-    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
-    0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x4180, 0x4188, 0x4190, 0x4198, 0x41a0, 0x41a8,
-    0x41b0, 0x41b8, 0x41c0, 0x41c8, 0x41d0, 0x41d8, 0x41e0, 0x41e8, 0x41f0, 0x41f8};
+alignas(64) static const uint16_t WHOLE_NUMBERS[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                                       0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+                                                       0x4180, 0x4188, 0x4190, 0x4198, 0x41a0, 0x41a8, 0x41b0, 0x41b8,
+                                                       0x41c0, 0x41c8, 0x41d0, 0x41d8, 0x41e0, 0x41e8, 0x41f0, 0x41f8};
 
 // Codes of one step [16 rows][4 columns] -> two lines of bfloat16, columns 0 and 2, then 1 and 3: the bytes of a dword
 // that one permutation, or one shift, spreads to 16 bits. Activations have their columns in this order, too.
@@ -68,7 +68,8 @@ template <int BITS> static inline void store_bf16(uint8_t *out, __m512i codes, _
   Isa::store(out + 64, _mm512_or_si512(_mm512_srli_epi32(f[1], 16), f[3]));
 }
 
-template <int BITS> static inline void decode_stretch(const Matrix &m, const uint8_t *codes, int width, bool bf16, uint8_t *out) {
+template <int BITS> static inline void decode_stretch(const Matrix &m, const uint8_t *codes, int width, bool bf16,
+                                                      uint8_t *out) {
   const __m512i table = _mm512_loadu_si512(WHOLE_NUMBERS);
   for (int b = 0; b < width; b += BLOCK, codes += planes<BITS>(m) * 64) {
     for (int j = 0; j < planes<BITS>(m); j++) __builtin_prefetch(codes + PANEL_PREFETCH + 64 * j, 0, 2);
@@ -106,14 +107,14 @@ static void decode_panel(const Matrix &m, int64_t band, int64_t first, int colum
 }
 
 // Products of one stretch -> p->products[to]. Even and odd stretches use different tiles, so that they overlap.
-#define TRILOBITE_STRETCH(C, A, B)                                                  \
-  _tile_zero(C);                                                                    \
-  for (int c = 0; c < chunks; c++, codes += 1024)                                   \
-    for (int part = 0; part < parts; part++, q += line) {                           \
-      _tile_loadd(B, codes, 64);                                                    \
-      _tile_loadd(A, q, 64);                                                        \
-      _tile_dpbf16ps(C, A, B);                                                      \
-    }                                                                               \
+#define TRILOBITE_STRETCH(C, A, B)                        \
+  _tile_zero(C);                                          \
+  for (int c = 0; c < chunks; c++, codes += 1024)         \
+    for (int part = 0; part < parts; part++, q += line) { \
+      _tile_loadd(B, codes, 64);                          \
+      _tile_loadd(A, q, 64);                              \
+      _tile_dpbf16ps(C, A, B);                            \
+    }                                                     \
   _tile_stored(C, p->products[C], 64)
 
 static inline void multiply_bf16(Panel *p, int s, const Digits &x, int block, int64_t column) {
@@ -160,8 +161,8 @@ static void block_panel(Panel *p, const Digits &x, int block, int64_t column, bo
     const float *scale = x.scale_block(block) + segment * rows, *sum = x.sum_block(block) + segment * rows;
     const Isa::Floats w = Isa::load(p->scale[s]), offset = Isa::load(p->offset[s]);
     UNROLL16 for (int t = 0; t < N; t++) {
-      const Isa::Floats dot = BF16 ? Isa::load((const float *)c[t])
-                                   : Isa::mul(Isa::to_float(Isa::load(c[t])), Isa::set1(scale[t]));
+      const Isa::Floats dot =
+          BF16 ? Isa::load((const float *)c[t]) : Isa::mul(Isa::to_float(Isa::load(c[t])), Isa::set1(scale[t]));
       acc[t] = Isa::fma(offset, Isa::set1(sum[t]), Isa::fma(w, dot, acc[t]));
     }
     // A stretch of bfloat16 spans segments: activations have no scales there, but a sum in each segment.

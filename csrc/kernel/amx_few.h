@@ -31,12 +31,18 @@ static inline void decode_segment(const Matrix &m, const uint8_t *codes, int seg
   _tile_stored(C, PRODUCTS, 64)
 
 // Even and odd segments use different tiles of activations, so that they overlap.
-#define TRILOBITE_SEGMENT(A, P)                                                                      \
-  _tile_loadd(A, q, seg);                                                                            \
-  TRILOBITE_PRODUCT(0, A, 6, r->codes[0][slot], r->products[0][P]);                                  \
-  if (NB > 1) { TRILOBITE_PRODUCT(1, A, 7, r->codes[1][slot], r->products[1][P]); }                  \
-  if (NB > 2) { TRILOBITE_PRODUCT(2, A, 6, r->codes[2][slot], r->products[2][P]); }                  \
-  if (NB > 3) { TRILOBITE_PRODUCT(3, A, 7, r->codes[3][slot], r->products[3][P]); }
+#define TRILOBITE_SEGMENT(A, P)                                       \
+  _tile_loadd(A, q, seg);                                             \
+  TRILOBITE_PRODUCT(0, A, 6, r->codes[0][slot], r->products[0][P]);   \
+  if (NB > 1) {                                                       \
+    TRILOBITE_PRODUCT(1, A, 7, r->codes[1][slot], r->products[1][P]); \
+  }                                                                   \
+  if (NB > 2) {                                                       \
+    TRILOBITE_PRODUCT(2, A, 6, r->codes[2][slot], r->products[2][P]); \
+  }                                                                   \
+  if (NB > 3) {                                                       \
+    TRILOBITE_PRODUCT(3, A, 7, r->codes[3][slot], r->products[3][P]); \
+  }
 
 template <int NB> static inline void multiply_segment(Ring *r, int64_t s, const int8_t *q, int seg) {
   const int slot = (int)(s % SLOTS);
@@ -62,8 +68,7 @@ static void bands_digits(const Matrix &m, int64_t band, const Digits &x, Ring *r
   Affine w[NB] = {};
   Isa::Floats acc[NB][N];
   for (int n = 0; n < NB; n++)
-    for (int t = 0; t < N; t++)
-      acc[n][t] = m.add && t < rows ? Isa::load(out + t * ld + n * ROWS) : Isa::set1(0);
+    for (int t = 0; t < N; t++) acc[n][t] = m.add && t < rows ? Isa::load(out + t * ld + n * ROWS) : Isa::set1(0);
   const uint8_t *next = first;  // codes of the segment that is decoded next, and how many of its group are left
   int left = per_group;
   auto decode_next = [&](int64_t s) {

@@ -1,7 +1,15 @@
 // Scalar conversions between the element types, shared by all tiers; the loops over them vectorize.
 
-static inline float bits_to_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
-static inline uint32_t float_to_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+static inline float bits_to_float(uint32_t u) {
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+static inline uint32_t float_to_bits(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  return u;
+}
 
 // Multiplying by 2^112 moves the fp16 exponent into place and makes subnormals right; infinity and NaN are patched.
 static inline float half_to_float(uint16_t h) {
@@ -50,8 +58,7 @@ static inline void load_floats(const void *p, int dtype, int64_t start, int64_t 
 
 static void store_floats(const float *x, int64_t count, void *y, int dtype) {
   uint16_t *h = (uint16_t *)y;
-  if (dtype == TRILOBITE_F32)
-    memcpy(y, x, count * sizeof(float));
+  if (dtype == TRILOBITE_F32) memcpy(y, x, count * sizeof(float));
   else if (dtype == TRILOBITE_BF16)
     for (int64_t i = 0; i < count; i++) h[i] = float_to_bf16(x[i]);
   else

@@ -65,7 +65,11 @@ template <int BITS> static inline void decode(const uint8_t *p, int planes, Isa:
 
 struct Affine { Isa::Floats scale, offset; };  // w = scale * code + offset, 16 rows
 
-static inline float read_float(const uint8_t *p) { float f; memcpy(&f, p, 4); return f; }
+static inline float read_float(const uint8_t *p) {
+  float f;
+  memcpy(&f, p, 4);
+  return f;
+}
 
 static inline Isa::Floats second_level(const uint8_t *codes, const uint8_t *pair) {
   return Isa::fma(Isa::from_u8(codes), Isa::set1(read_float(pair)), Isa::set1(read_float(pair + 4)));

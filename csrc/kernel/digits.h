@@ -44,7 +44,8 @@ static inline void split_parts(const float *x, const Digits &d, int block, int64
         h[i] = float_to_bf16(rest[c + i]);
         rest[c + i] -= bf16_to_float(h[i]);
       }
-      for (int i = 0; i < BLOCK; i += 4) out[i] = h[i], out[i + 1] = h[i + 2], out[i + 2] = h[i + 1], out[i + 3] = h[i + 3];
+      for (int i = 0; i < BLOCK; i += 4)
+        out[i] = h[i], out[i + 1] = h[i + 2], out[i + 2] = h[i + 1], out[i + 3] = h[i + 3];
     }
 }
 

@@ -19,7 +19,11 @@ template <int STEP> static inline Lanes butterfly(Lanes v) {
   return v * sign + other;
 }
 
-static inline Lanes load_lanes(const float *p) { Lanes v; memcpy(&v, p, sizeof v); return v; }
+static inline Lanes load_lanes(const float *p) {
+  Lanes v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
 static inline void store_lanes(float *p, Lanes v) { memcpy(p, &v, sizeof v); }
 
 // Sylvester's matrix of order n, a power of two, times x.
@@ -46,7 +50,8 @@ static void sylvester(float *x, int64_t n) {
 
 // out [order, after] = core x, or core^T x; V vectors of columns at a time.
 template <int V>
-static inline void core_columns(const float *core, int64_t order, bool transpose, const float *x, int64_t after, float *out) {
+static inline void core_columns(const float *core, int64_t order, bool transpose, const float *x, int64_t after,
+                                float *out) {
   const int64_t row = transpose ? 1 : order, step = transpose ? order : 1;
   for (int64_t i = 0; i < order; i++) {
     Lanes sum[V] = {};

@@ -18,7 +18,9 @@ struct Isa {
     return {_mm256_and_si256(v.a, k), _mm256_and_si256(v.b, k)};
   }
   // Shifts 16-bit lanes: bits of the neighbour come in, a mask always follows.
-  template <int SHIFT> static Bytes shr(Bytes v) { return {_mm256_srli_epi16(v.a, SHIFT), _mm256_srli_epi16(v.b, SHIFT)}; }
+  template <int SHIFT> static Bytes shr(Bytes v) {
+    return {_mm256_srli_epi16(v.a, SHIFT), _mm256_srli_epi16(v.b, SHIFT)};
+  }
   static Bytes either(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
   // Bits [FROM, FROM + WIDTH) of every byte, moved to bit TO.
   template <int FROM, int WIDTH, int TO = 0> static Bytes field(Bytes v) {
@@ -37,7 +39,10 @@ struct Isa {
   }
   static Floats to_float(Ints v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
   static Floats load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-  static void store(float *p, Floats v) { _mm256_storeu_ps(p, v.a); _mm256_storeu_ps(p + 8, v.b); }
+  static void store(float *p, Floats v) {
+    _mm256_storeu_ps(p, v.a);
+    _mm256_storeu_ps(p + 8, v.b);
+  }
   static Floats set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
   static Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
   static Floats fma(Floats x, Floats y, Floats z) {
@@ -49,8 +54,7 @@ struct Isa {
   }
   static Floats from_u8(const uint8_t *p) {
     const __m128i v = _mm_loadu_si128((const __m128i *)p);
-    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v)),
-            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)))};
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)))};
   }
 
  private:

@@ -7,8 +7,12 @@ struct Isa {
   struct Ints { int32x4_t v[PARTS]; };
   struct Floats { float32x4_t v[PARTS]; };
 
-  static Bytes load(const uint8_t *p) { return each<Bytes>([&](int i) { return vld1q_u8(p + 16 * i); }); }
-  static void store(uint8_t *p, const Bytes &b) { for (int i = 0; i < PARTS; i++) vst1q_u8(p + 16 * i, b.v[i]); }
+  static Bytes load(const uint8_t *p) {
+    return each<Bytes>([&](int i) { return vld1q_u8(p + 16 * i); });
+  }
+  static void store(uint8_t *p, const Bytes &b) {
+    for (int i = 0; i < PARTS; i++) vst1q_u8(p + 16 * i, b.v[i]);
+  }
   static Bytes mask(const Bytes &b, uint8_t m) {
     return each<Bytes>([&](int i) { return vandq_u8(b.v[i], vdupq_n_u8(m)); });
   }
@@ -22,7 +26,9 @@ struct Isa {
     else return mask(each<Bytes>([&](int i) { return vshrq_n_u8(b.v[i], FROM - TO); }), kept);
   }
 
-  static Ints zero() { return each<Ints>([](int) { return vdupq_n_s32(0); }); }
+  static Ints zero() {
+    return each<Ints>([](int) { return vdupq_n_s32(0); });
+  }
   // acc[row] += sum of 4 codes of the row times x[0..3]
   template <int BITS> static Ints dot(const Ints &acc, const Bytes &c, const int8_t *x) {
     int32_t four;
@@ -39,10 +45,18 @@ struct Isa {
   static Ints shl8_add(const Ints &high, const Ints &low) {
     return each<Ints>([&](int i) { return vaddq_s32(vshlq_n_s32(high.v[i], 8), low.v[i]); });
   }
-  static Floats to_float(const Ints &a) { return each<Floats>([&](int i) { return vcvtq_f32_s32(a.v[i]); }); }
-  static Floats load(const float *p) { return each<Floats>([&](int i) { return vld1q_f32(p + 4 * i); }); }
-  static void store(float *p, const Floats &f) { for (int i = 0; i < PARTS; i++) vst1q_f32(p + 4 * i, f.v[i]); }
-  static Floats set1(float x) { return each<Floats>([&](int) { return vdupq_n_f32(x); }); }
+  static Floats to_float(const Ints &a) {
+    return each<Floats>([&](int i) { return vcvtq_f32_s32(a.v[i]); });
+  }
+  static Floats load(const float *p) {
+    return each<Floats>([&](int i) { return vld1q_f32(p + 4 * i); });
+  }
+  static void store(float *p, const Floats &f) {
+    for (int i = 0; i < PARTS; i++) vst1q_f32(p + 4 * i, f.v[i]);
+  }
+  static Floats set1(float x) {
+    return each<Floats>([&](int) { return vdupq_n_f32(x); });
+  }
   static Floats mul(const Floats &a, const Floats &b) {
     return each<Floats>([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
   }
@@ -50,9 +64,7 @@ struct Isa {
     return each<Floats>([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
   }
   static Floats from_half(const uint8_t *p) {
-    return each<Floats>([&](int i) {
-      return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i)));
-    });
+    return each<Floats>([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
   }
   static Floats from_u8(const uint8_t *p) {
     const uint8x16_t v = vld1q_u8(p);

@@ -118,8 +118,7 @@ static void low_rank_v(const Matrix &m, int64_t rank, const Digits &x, float *z,
   for (int block = 0; block < x.blocks(); block += BLOCKS) {
     const Digits some = x.blocks_from(block, BLOCKS);
     rows_tier(v, 0, 1, some, part, ROWS, rest);
-    for (int t = 0; t < some.count; t++)
-      memcpy(z + (block * TOKENS + t) * ld, part + t * ROWS, present * sizeof(float));
+    for (int t = 0; t < some.count; t++) memcpy(z + (block * TOKENS + t) * ld, part + t * ROWS, present * sizeof(float));
   }
 }
 

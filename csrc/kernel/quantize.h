@@ -43,9 +43,7 @@ static inline Lanes power_p_minus_1(Lanes x) {
   return (Lanes)((Bits)e + (__builtin_convertvector(whole, Bits) << 23));
 }
 
-struct QuantizeLine {
-  Lanes scale, offset;
-};
+struct QuantizeLine { Lanes scale, offset; };
 
 struct QuantizeGroup {
   const Lanes *w;  // [columns], one row a lane
@@ -177,8 +175,8 @@ static void pack_block(const uint8_t (*step)[64], int bits, uint8_t *planes) {
       for (int p = 0; p < 4; p++) planes[64 * p + i] = (uint8_t)(step[2 * p][i] | step[2 * p + 1][i] << 4);
     } else if (bits == 2) {
       for (int p = 0; p < 2; p++)
-        planes[64 * p + i] = (uint8_t)(step[4 * p][i] | step[4 * p + 1][i] << 2 | step[4 * p + 2][i] << 4 |
-                                       step[4 * p + 3][i] << 6);
+        planes[64 * p + i] =
+            (uint8_t)(step[4 * p][i] | step[4 * p + 1][i] << 2 | step[4 * p + 2][i] << 4 | step[4 * p + 3][i] << 6);
     } else {
       const uint8_t six = step[6][i], seven = step[7][i];
       planes[i] = (uint8_t)(step[0][i] | step[1][i] << 3 | six << 6);
@@ -191,16 +189,17 @@ static void pack_block(const uint8_t (*step)[64], int bits, uint8_t *planes) {
 // Lanes l of m[i] <-> lane i of m[l]. Four rounds, each swapping blocks of half the size.
 static inline void transpose(Lanes m[ROWS]) {
 #if defined(__AVX512F__) && !defined(__clang__)  // which has no __builtin_shuffle
-#define SWAP_BLOCKS(SIDE)                                                                                               \
-  {                                                                                                                  \
-    Bits first, second;                                                                                              \
-    for (int l = 0; l < ROWS; l++) first[l] = l & SIDE ? ROWS + l - SIDE : l, second[l] = l & SIDE ? ROWS + l : l + SIDE;        \
-    _Pragma("GCC unroll 16") for (int i = 0; i < ROWS; i++) {                                                        \
-      if (i & SIDE) continue;                                                                                           \
-      const Lanes a = m[i], b = m[i + SIDE];                                                                            \
-      m[i] = __builtin_shuffle(a, b, first);                                                                         \
-      m[i + SIDE] = __builtin_shuffle(a, b, second);                                                                    \
-    }                                                                                                                \
+#define SWAP_BLOCKS(SIDE)                                                                    \
+  {                                                                                          \
+    Bits first, second;                                                                      \
+    for (int l = 0; l < ROWS; l++)                                                           \
+      first[l] = l & SIDE ? ROWS + l - SIDE : l, second[l] = l & SIDE ? ROWS + l : l + SIDE; \
+    _Pragma("GCC unroll 16") for (int i = 0; i < ROWS; i++) {                                \
+      if (i & SIDE) continue;                                                                \
+      const Lanes a = m[i], b = m[i + SIDE];                                                 \
+      m[i] = __builtin_shuffle(a, b, first);                                                 \
+      m[i + SIDE] = __builtin_shuffle(a, b, second);                                         \
+    }                                                                                        \
   }
   SWAP_BLOCKS(1) SWAP_BLOCKS(2) SWAP_BLOCKS(4) SWAP_BLOCKS(8)
 #undef SWAP_BLOCKS
@@ -274,7 +273,7 @@ static void quantize_tile(const QuantizeTile &t) {
   for (int r = t.rows; r < ROWS; r++)  // padding rows are zero codes
     for (int i = 0; i < t.group; i++) codes[(i / 4) * 64 + 4 * r + i % 4] = 0;
   for (int b = 0; b < t.group / BLOCK; b++)
-    pack_block((const uint8_t(*)[64])(codes + b * 512), t.bits, t.packed + (int64_t)b * 64 * t.bits);
+    pack_block((const uint8_t (*)[64])(codes + b * 512), t.bits, t.packed + (int64_t)b * 64 * t.bits);
   uint8_t *meta = t.packed + (int64_t)(t.group / BLOCK) * 64 * t.bits;
   memcpy(meta, scales, sizeof scales);
   if (!t.symmetric) memcpy(meta + sizeof scales, offsets, sizeof offsets);
