@@ -18,6 +18,7 @@ from trilobite.errors import ResourceError
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.expert_table import build
+from trilobite.kernels.layer import ExpertsLayer
 
 shim = ctypes.CDLL(None)
 threads = 3
@@ -33,10 +34,9 @@ layers = {
 index, weights, h = torch.randint(0, 3, (40, 2)), torch.rand(40, 2), torch.randn(40, 256)
 
 def experts(name, module):
-    arguments = h, index, weights, *layers[name]
-    if module is ops:
-        return ops.experts(*arguments, intermediate=512, activation="silu")
-    return reference.experts(*arguments, None, None, 512, "silu")
+    slab, table = layers[name]
+    layer = ExpertsLayer(slab=slab, table=table, hidden=256, intermediate=512, activation="silu")
+    return module.experts(h, index, weights, layer)
 
 CALLS = {
     "linear": lambda module: module.linear(x, w),
