@@ -182,12 +182,6 @@ def record(
         for each in tokens_of(arch):
             shape.linear(each)
             shape.experts(max(1, each * layer.experts // layer.active) if each > 1 else 1)
-        lanes = triton_tuning.CANDIDATES["lanes"] if (str(fmt), rank) == ("int3-g64", 0) else ()
-        for tile in lanes:
-            with triton_tuning.forcing({"linear": tile, "gate_up": tile, "down": tile}):
-                shape.linear(tile.block_m)
-                if tile.block_m == 1 and tile.block_n == 64:
-                    shape.experts(1)
     yield from found
 
 

@@ -29,8 +29,7 @@ from trilobite.errors import DeviceError
 from trilobite.formats.weight import dequantize
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.gpu.launch import recording
-from trilobite.kernels.gpu.tuning import CANDIDATES, forcing
+from trilobite.kernels.gpu.tuning import CANDIDATES
 from trilobite.measure import gpu as triton_bench
 from trilobite.measure import tiles as triton_search
 from trilobite.measure.gpu import (
@@ -620,26 +619,17 @@ for name, kind in (("-", "-"), ("bar", "sync"), ("cp", "wait_group"), ("wgmma", 
         assert message in failure
 
 
-def test_compilations_cover_the_forms_that_layers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilations_cover_the_forms_that_layers_take() -> None:
     script = importlib.import_module("benchmarks.gpu.compile")
-    found, lanes = set(), set()
-    with (
-        recording(lambda call: lanes.add(script.variant(call))),
-        forcing({"gate_up": CANDIDATES["lanes"][0]}),
-    ):
-        for layer in (script.MIXTRAL, script.DEEPSEEK, script.GPT_OSS):
-            shape = script.Shape(
-                layer=layer, format=parse_format("int3-g64"), rank=0, kind="int3", dtype=torch.bfloat16
-            )
-            shape.experts(1)
+    found = set()
     for fmt, *rest in script.cases(False, False):
         if (fmt, rest[0]) == ("int3-g64", 0):
             for v in script.record("90", parse_format(fmt), *rest):
                 c = dict(v.constants)
-                if v.kernel == "gate_up" and v not in lanes:
+                if v.kernel == "gate_up":
                     found.add((c["MODE"], c["EP"], c["EVEN_K"]))
     slots, sorted_ = 1, 2
     for mode in (slots, sorted_):
         for shape in ((8, True), (64, True), (128, False)):
-            assert (mode, *shape) in found  # on tensor cores
+            assert (mode, *shape) in found
     assert 1 in script.tokens_of("90")

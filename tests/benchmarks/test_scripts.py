@@ -14,10 +14,10 @@ from support.calibrating import add_tokenizer, words
 from support.paths import ROOT
 
 from benchmarks.lib import packed
-from benchmarks.quality import analyses, codebooks, proxy_bound, recipes, row_loss
+from benchmarks.quality import analyses, codebooks, pareto, proxy_bound, recipes, row_loss
 from benchmarks.speed import calibrated_cost
 from benchmarks.speed import compress as speed_of_compress
-from trilobite.kernels import ops
+from trilobite.kernels.cpu import engine
 
 CONTEXT = 32
 
@@ -85,7 +85,8 @@ def test_proxy_bound(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
 
 
-def test_analyses(run: Any, text: Path, work: Path) -> None:
+def test_analyses(run: Any, text: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analyses, "FIGURES", tmp_path)  # those of the documentation stay
     options = ["--models-folder", ROOT / "examples", "--models", "tiny-moe", "--only", "table2"]
     found = run(analyses, *options, "--text", text, "--context", CONTEXT, "--work", work)
     assert set(found["sections"]) == {"table2"}
@@ -114,10 +115,26 @@ def test_calibrated_cost(run: Any, monkeypatch: pytest.MonkeyPatch, number: int)
     assert run(calibrated_cost, "--child", number)["seconds"] > 0
 
 
-@pytest.mark.skipif(not ops.cpu.available(), reason="the native library is not installed")
+@pytest.mark.skipif(not engine.available(), reason="the native library is not installed")
 def test_speed_of_the_engine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = importlib.import_module("benchmarks.speed.cpu")
     tiny = replace(cpu.MIXTRAL, name="tiny", hidden=64, intermediate=64)
     monkeypatch.setattr(cpu, "MIXTRAL", tiny)
     monkeypatch.setattr(cpu, "DEEPSEEK", tiny)
     assert run(cpu, "--quick", "--only", "overhead")["overhead"]
+
+
+def test_pareto(run: Any, tmp_path: Path) -> None:
+    fronts = run(pareto, "--figure", tmp_path / "pareto.png")["fronts"]
+    assert (tmp_path / "pareto.png").stat().st_size > 10_000
+    assert "quip2" in fronts["tiny-mixtral-outliers"]["calibrated"]
+    with pytest.raises(SystemExit, match="no table"):
+        run(pareto, "--page", ROOT / "README.md", "--figure", tmp_path / "none.png")
+
+
+def test_a_front_is_what_nobody_beats() -> None:
+    made = [
+        pareto.Point(recipe=str(i), bits=b, kl=k)
+        for i, (b, k) in enumerate(((3, 2), (2, 3), (4, 2.5), (4, 1)))
+    ]
+    assert [p.recipe for p in pareto.front(made)] == ["1", "0", "3"]

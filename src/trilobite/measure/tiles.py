@@ -23,7 +23,7 @@ from trilobite.measure.gpu import (
 from trilobite.measure.shapes import DEEPSEEK, MIXTRAL
 from trilobite.recipe import Format
 
-KINDS = ((4, ("lanes", "small")), (8, ("small",)), (32, ("small", "medium")), (math.inf, ("medium", "large")))
+KINDS = ((8, ("small",)), (32, ("small", "medium")), (math.inf, ("medium", "large")))
 """The `CANDIDATES` that are tried for at most so many rows."""
 
 

@@ -31,7 +31,6 @@ TILE = Tile(tokens=1, form="factored", block_n=64, block_m=16, splits=1, stages=
 FORMS = {
     "factored": TILE,
     "scaled": replace(TILE, form="scaled", block_m=64),
-    "lanes": replace(TILE, form="lanes", block_m=2),
 }
 H, I = 64, 96  # noqa: E741
 

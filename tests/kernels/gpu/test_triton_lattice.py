@@ -153,14 +153,13 @@ def test_columns_in_the_order_of_older_tritons(monkeypatch: pytest.MonkeyPatch) 
 
 
 @interpreted
-def test_split_k_and_a_tile_without_tensor_cores() -> None:
+def test_split_k_and_several_chunks() -> None:
     w, x = lattice_weight(40, 512), _x(2, 512)
     assert _linear(x, w, replace(TILE, splits=2)) < TOLERANCE[torch.float32]
     assert (
         _linear(x[:, :384].contiguous(), lattice_weight(40, 384), replace(TILE, chunks=4))
         < TOLERANCE[torch.float32]
     )
-    assert _linear(x, w, replace(TILE, form="lanes", block_m=1)) < TOLERANCE[torch.float32]
 
 
 @interpreted

@@ -27,7 +27,6 @@ triton_interpreter.install()
 # fp32: sums in another order. fp16: one rounding of the result. bf16: the interpreter rounds towards zero.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3}
 DOT = Tile(tokens=1, form="factored", block_n=64, block_m=16, splits=1, stages=1)
-LANES = replace(DOT, form="lanes", block_m=1)
 FOUR = replace(DOT, chunks=4)
 """Four chunks of columns at a time: the last step of most of these matrices is only partly there."""
 SCALED = replace(DOT, form="scaled", block_n=64, block_m=64)
@@ -58,7 +57,7 @@ def test_columns_in_the_order_of_older_tritons(
         assert _error(_x(9, k, dtype=dtype), w, tile) < 1.5 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("tile", [DOT, FOUR, SCALED, LANES], ids=["factored", "four", "scaled", "lanes"])
+@pytest.mark.parametrize("tile", [DOT, FOUR, SCALED], ids=["factored", "four", "scaled"])
 @pytest.mark.parametrize(
     ("fmt", "k"),
     [
@@ -83,15 +82,13 @@ def test_every_format(fmt: str, k: int, tile: Tile) -> None:
 @pytest.mark.parametrize(
     ("tokens", "tile"),
     [
-        (1, LANES),
-        (3, replace(LANES, block_m=2)),
-        (5, replace(LANES, block_m=4)),
         (1, DOT),
+        (5, DOT),
         (17, DOT),
         (9, replace(FOUR, block_m=8)),
         (70, SCALED),
     ],
-    ids=["1", "3", "5", "1-dot", "17", "9-four", "70"],
+    ids=["1", "5", "17", "9-four", "70"],
 )
 @pytest.mark.parametrize("fmt", ["int3-g64", "int8-g32-sym"])
 def test_every_type_and_size(dtype: torch.dtype, tokens: int, tile: Tile, fmt: str) -> None:
@@ -99,7 +96,7 @@ def test_every_type_and_size(dtype: torch.dtype, tokens: int, tile: Tile, fmt: s
     assert _error(_x(tokens, 192, dtype=dtype), w, tile, _x(50, dtype=dtype, seed=2)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("tile", [DOT, FOUR, SCALED, LANES], ids=["factored", "four", "scaled", "lanes"])
+@pytest.mark.parametrize("tile", [DOT, FOUR, SCALED], ids=["factored", "four", "scaled"])
 @pytest.mark.parametrize(("rank", "kind"), [(1, "int3"), (37, "int3"), (5, "int8"), (3, "fp16")])
 def test_compensators(rank: int, kind: str, tile: Tile) -> None:
     w = packed_weight(72, 96, "int3-g32", rank=rank, kind=kind)
@@ -127,7 +124,7 @@ def test_split_k_changes_nothing_but_the_order(splits: int) -> None:
     assert torch.equal(_linear(x, w, tile, bias), _linear(x, w, tile, bias))
 
 
-@pytest.mark.parametrize("tile", [DOT, LANES], ids=["factored", "lanes"])
+@pytest.mark.parametrize("tile", [DOT, SCALED], ids=["factored", "scaled"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_values_that_are_not_finite_stay_with_their_token(tile: Tile, bad: float) -> None:
     w, x = packed_weight(20, 128, "int3-g64"), _x(3, 128, dtype=torch.float16)

@@ -182,7 +182,7 @@ class _Launches:
         each = -(-index.numel() // experts)
         tile = tile_for("gate_up", each, x)
         if any(c.e8p for codings in self.classes.values() for c in codings):
-            tile = fitted(tile, max(8, tile_for("lattice", each, x).block_m))
+            tile = fitted(tile, tile_for("lattice", each, x).block_m)
         rows = make_rows(index, experts, tile.block_m)
         h = scratch((rows.slots, self.intermediate), x.dtype, x, tokens)
         inputs = Inputs(x=x, divisor=index.shape[1], tokens=tokens)

@@ -25,7 +25,7 @@ from trilobite.kernels.gpu.launch import (
     scratch,
 )
 from trilobite.kernels.gpu.rotated import run_rotated
-from trilobite.kernels.gpu.tuning import fitted, tile_for
+from trilobite.kernels.gpu.tuning import tile_for
 from trilobite.kernels.layer import Pack
 
 
@@ -47,8 +47,6 @@ def linear(x: Tensor, w: Pack, bias: Tensor | None) -> Tensor:
     if s == 0:
         return y
     tile = tile_for("lattice" if coding.e8p else "linear", s, x)
-    if coding.e8p:
-        tile = fitted(tile, max(8, tile.block_m))
     inputs = Inputs(x=aligned(x.reshape(s, k)), divisor=1, tokens=s)
     rows = Rows(mode=DENSE.value, slots=s, experts=1, tiles=-(-s // tile.block_m), block_m=tile.block_m)
     m = Matrices(slab=w.slab, table=w.table, projections=1)

@@ -30,7 +30,7 @@ any of these, factored always. `trilobite bench --tune` finds those of the first
 class Tile:
     """How one operation is cut into programs.
 
-    tokens: it serves up to so many rows an expert    form: how it multiplies (`triton_tile`): lanes, factored, scaled
+    tokens: it serves up to so many rows an expert    form: how it multiplies (`device.tile`): factored, scaled
     block_n, block_m: rows of W, at most 64 unless scaled or for lattice formats, and slots
     chunks: of 128 columns that a step of the loop takes at once, 1 if scaled
     splits: ranges of K that are summed apart, 0 = as many as fill the GPU    warps, stages: of Triton
@@ -52,7 +52,7 @@ WIDE = 8
 """Bits from which words are wide."""
 THIRD, HALF = 168, 255
 """Registers of a thread with which three and two programs of four warps run on a processor."""
-FORMS = ("lanes", "factored", "scaled")
+FORMS = ("factored", "scaled")
 
 
 def _tile(form: str, block_n: int, block_m: int, chunks: int, warps: int, stages: int) -> Tile:
@@ -68,7 +68,6 @@ def _tile(form: str, block_n: int, block_m: int, chunks: int, warps: int, stages
 
 
 CANDIDATES = {
-    "lanes": tuple(_tile("lanes", n, m, 1, 4, 2) for n, m in ((64, 1), (64, 2), (64, 4))),
     "small": tuple(
         _tile("factored", n, m, c, w, s)
         for m in (8, 16)
@@ -87,11 +86,7 @@ CANDIDATES = {
         for n, m, s in ((128, 64, 3), (128, 128, 3), (64, 64, 4), (128, 128, 4))
     ),
 }
-"""What `trilobite bench --tune` tries: without tensor cores for 1 to 4 rows, up to 16 rows, up to 32, and above.
-
-The form without tensor cores takes 7 to 10 instructions a weight, the factored one 2.5 to 3 (docs/gpu.md): a GPU with
-little bandwidth for its clock may still prefer it, so it is tried, and the defaults do without it.
-"""
+"""What `trilobite bench --tune` tries: up to 16 rows, up to 32, and above."""
 
 Table = dict[str, tuple[Tile, ...]]
 _forced: dict[str, Tile] = {}
@@ -109,7 +104,7 @@ def _check(operation: str, tiles: tuple[Tile, ...]) -> None:
         "tiles in order of tokens": bool(tiles)
         and [t.tokens for t in tiles] == sorted({t.tokens for t in tiles}),
         f"form one of {', '.join(FORMS)}": all(t.form in FORMS for t in tiles),
-        "block_m below 8 with lanes only": all((t.form == "lanes") == (t.block_m < 8) for t in tiles),
+        "block_m of 8 or more": all(t.block_m >= 8 for t in tiles),  # slots fill a tensor core's side
         "factored for lattice formats": operation != "lattice" or all(t.form == "factored" for t in tiles),
         "one chunk at a time if scaled": all(t.chunks == 1 or t.form != "scaled" for t in tiles),
         "block_n of 16, 32, 64 or 128": all(t.block_n in (16, 32, 64, 128) for t in tiles),
@@ -211,7 +206,7 @@ def tile_for(operation: str, tokens: int, x: Tensor) -> Tile:
         return _forced[operation]
     tiles, _ = tiles_of(operation, _pretended or names_of(x.device))
     tile = next((t for t in tiles if tokens <= t.tokens), tiles[-1])
-    if x.dtype == torch.float32 and tile.form != "lanes":
+    if x.dtype == torch.float32:
         # Tensor cores do not multiply fp32 exactly; without them larger tiles would spill.
         small = {"block_n": min(tile.block_n, 32), "block_m": min(tile.block_m, 16)}
         return replace(tile, form="factored", chunks=1, warps=4, stages=2, **small)
@@ -219,10 +214,8 @@ def tile_for(operation: str, tokens: int, x: Tensor) -> Tile:
 
 
 def fitted(tile: Tile, block_m: int) -> Tile:
-    """The tile for another number of slots, in a form that may have it: 8 slots fill a tensor core's side."""
-    if block_m < 8:
-        return replace(tile, form="lanes", block_m=block_m, block_n=min(tile.block_n, 64), chunks=1)
-    return replace(tile, form="factored" if tile.form == "lanes" else tile.form, block_m=block_m)
+    """The tile for another number of slots."""
+    return tile if tile.block_m == block_m else replace(tile, block_m=block_m)
 
 
 def suited(tile: Tile, bits: int, step: int, rank_bits: int) -> Tile:

@@ -199,18 +199,6 @@ def ones(KS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.con
 
 
 @triton.jit
-def code_pair(words, f: tl.constexpr, BITS: tl.constexpr):
-    """Pair f of every lane: two tensors [KS, BLOCK_N, 4] fp32, (code + bias) / unit of fp16.
-
-    Their columns are 8 f + 2 lane, and the next.
-    """
-    v = _pair(words, f, BITS, 10, 0x3C003C00)
-    low = v.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    high = (v >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low, high
-
-
-@triton.jit
 def factor_operand(p_words, n, block, N, STORED: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr):
     """Codes + bias, as `operand` makes them, of 32 ranks of U: [1, BLOCK_N, 32] of DTYPE."""
     at = n[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]

@@ -15,7 +15,6 @@ from trilobite.kernels.gpu.device.tile import (
     gathered,
     is_other,
     load_activations,
-    row_ranges,
     step_sums,
     tile_slots,
     zeros,
@@ -89,27 +88,24 @@ def gate_up(
     row = slot // DIVISOR
     acc = zeros(FORM, KS, BLOCK_N, BLOCK_M)
     gate = zeros(FORM, KS, BLOCK_N, BLOCK_M)
-    bases, row_ends = row_ranges(row, mask, K, BLOCK_M) if FORM == "lanes" else (0, 0)
     for c in tl.range(0, tl.cdiv(chunks, KS), num_stages=STAGES):
         chunk = c * KS + tl.arange(0, KS)
         words = load_words(p_words, n, chunk, chunks, N, BITS, EVEN_K)
         if GATED:
             gate_words = load_words(p_gate_words, n, chunk, chunks, N, GATE_BITS, EVEN_K)
         for j in tl.static_range(128 // STEP):
-            x, total = 0.0, 0.0
-            if FORM != "lanes":
-                x = load_activations(p_x, row, mask, c * KS * 128 + j * STEP, K, KS, STEP, FORM, EVEN_K)
-                total = step_sums(x, FORM, BLOCK_N)
+            x = load_activations(p_x, row, mask, c * KS * 128 + j * STEP, K, KS, STEP, FORM, EVEN_K)
+            total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(
-                acc, words, p_meta, n, N, x, total, p_x, bases, row_ends, chunk, K,
-                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K, BLOCK_M,
+                acc, words, p_meta, n, N, x, total, chunk, K,
+                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K,
             )  # fmt: skip
             if GATED:
                 gate = add_step(
-                    gate, gate_words, p_gate_meta, n, N, x, total, p_x, bases, row_ends, chunk, K,
-                    j * STEP // 8, STEP, GATE_BITS, GATE_GROUP, GATE_SYMMETRIC, FORM, EVEN_K, BLOCK_M,
+                    gate, gate_words, p_gate_meta, n, N, x, total, chunk, K,
+                    j * STEP // 8, STEP, GATE_BITS, GATE_GROUP, GATE_SYMMETRIC, FORM, EVEN_K,
                 )  # fmt: skip
-    acc, gate = gathered(acc, FORM, BLOCK_M), gathered(gate, FORM, BLOCK_M)
+    acc, gate = gathered(acc, FORM), gathered(gate, FORM)
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     if RANK_BITS:
         last = tl.cdiv(tl.load(p_up + RANK).to(tl.int32), BLOCK_R)

@@ -17,7 +17,6 @@ from trilobite.kernels.gpu.device.tile import (
     gathered,
     is_other,
     load_activations,
-    row_ranges,
     step_sums,
     tile_slots,
     zeros,
@@ -69,21 +68,19 @@ def product(
         main = first
     row = slot // DIVISOR
     acc = zeros(FORM, KS, BLOCK_N, BLOCK_M)
-    bases, row_ends = row_ranges(row, mask, K, BLOCK_M) if FORM == "lanes" else (0, 0)
     for c in tl.range(first, main, num_stages=STAGES):
         chunk = c * KS + tl.arange(0, KS)
         words = load_words(p_words, n, chunk, chunks, rows, BITS, EVEN_K)
         for j in tl.static_range(128 // STEP):
-            x, total = 0.0, 0.0
-            if FORM != "lanes":
-                x = load_activations(p_x, row, mask, c * KS * 128 + j * STEP, K, KS, STEP, FORM, EVEN_K)
-                if BITS != 16:
-                    total = step_sums(x, FORM, BLOCK_N)
+            x = load_activations(p_x, row, mask, c * KS * 128 + j * STEP, K, KS, STEP, FORM, EVEN_K)
+            total = 0.0
+            if BITS != 16:
+                total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(
-                acc, words, p_meta, n, rows, x, total, p_x, bases, row_ends, chunk, K,
-                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K, BLOCK_M,
+                acc, words, p_meta, n, rows, x, total, chunk, K,
+                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K,
             )  # fmt: skip
-    acc = gathered(acc, FORM, BLOCK_M)
+    acc = gathered(acc, FORM)
     if RANK_BITS:
         acc = add_compensator(
             acc, p_slab, p_row, p_z, slot, mask, n0, n, N, tl.maximum(first, rounds) - rounds, last - rounds, S, R_MAX,

@@ -1,11 +1,10 @@
-"""Device functions that the kernels share: tiles of slots, and sums over a step of columns in three forms.
+"""Device functions that the kernels share: tiles of slots, and sums over a step of columns in two forms.
 
-    lanes       every thread multiplies in fp32: for a few rows
-    factored    on tensor cores, weights on the left so that 8 or 16 tokens fill a tile; codes go into the product as
-                they are, scales into its result. KS chunks of K at a time, by different warps: a program of few rows
-                still has warps enough to keep memory busy, and their sums meet in registers at its end
-    scaled      on tensor cores; scales go into the weights, which are rounded to the activations' type, so that sums
-                stay in the tensor core: for many rows, where products count and not decoding
+    factored    weights on the left, so that 8 or 16 tokens fill a tile; codes go into the product as they are, scales
+                into its result. KS chunks of K at a time, by different warps: a program of few rows still has warps
+                enough to keep memory busy, and their sums meet in registers at its end
+    scaled      scales go into the weights, which are rounded to the activations' type, so that sums stay in the
+                tensor core: for many rows, where products count and not decoding
 
 Rows of activations are *slots*: token t's a-th expert is slot `t A + a`; a linear layer has one slot a token. A program
 works on one tile of slots of one expert, one block of rows of the weight, and one range of the columns (split K);
@@ -23,7 +22,6 @@ import triton.language as tl
 
 from trilobite.kernels.gpu.device.decode import (
     bias_of,
-    code_pair,
     factor_bits,
     factor_operand,
     factor_scales,
@@ -117,23 +115,6 @@ def load_activations(
 
 
 @triton.jit
-def _activation_pairs(p_x, base, end, k):
-    """Columns k and k + 1, k [KS, 4] even, of the row that begins at `base`: two tensors [KS, 1, 4] fp32.
-
-    Zero from column `end` on.
-    """
-    inside = k < end
-    if p_x.dtype.element_ty == tl.float32:
-        low = tl.load(p_x + base + k, mask=inside, other=0.0)
-        high = tl.load(p_x + base + k + 1, mask=inside, other=0.0)
-    else:
-        pair = tl.load((p_x + base + k).to(tl.pointer_type(tl.int32)), mask=inside, other=0)
-        low = pair.to(tl.int16).to(p_x.dtype.element_ty, bitcast=True).to(tl.float32)
-        high = (pair >> 16).to(tl.int16).to(p_x.dtype.element_ty, bitcast=True).to(tl.float32)
-    return low[:, None, :], high[:, None, :]
-
-
-@triton.jit
 def step_sums(x, FORM: tl.constexpr, BLOCK_N: tl.constexpr):
     """Sum of the activations [KS, STEP, BLOCK_M] over a step, in a shape that broadcasts to the accumulator's."""
     if FORM != "factored":
@@ -169,97 +150,38 @@ def _add_scaled(acc, words, first: tl.constexpr, scale, offset, x, STEP: tl.cons
 
 
 @triton.jit
-def _add_lanes(
-    accs, words, first: tl.constexpr, scale, offset, p_x, bases, ends, k0,
-    STEP: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """The same in fp32 without tensor cores, lane by lane: accs is a tuple of BLOCK_M tensors [KS, BLOCK_N, 4]."""
-    lanes = (tl.arange(0, 4) * 2)[None, :]
-    parts = ()
-    totals = ()
-    for f in tl.static_range(STEP // 8):
-        low, high = code_pair(words, first + f, BITS)
-        for m in tl.static_range(BLOCK_M):
-            x0, x1 = _activation_pairs(p_x, bases[m], ends[m], k0[:, None] + 8 * f + lanes)
-            if f == 0:
-                part = low * x0
-                total = x0 + x1
-            else:
-                part = parts[m] + low * x0
-                total = totals[m] + x0 + x1
-            parts = parts + (part + high * x1,)
-            totals = totals + (total,)
-        if f > 0:
-            parts = parts[BLOCK_M:]
-            totals = totals[BLOCK_M:]
-    made = ()
-    for m in tl.static_range(BLOCK_M):
-        acc = accs[m] + parts[m] * (scale * unit_of(BITS, tl.float16))[:, :, None]
-        if BITS != 16:
-            acc += totals[m] * (offset - bias_of(BITS, tl.float16) * scale)[:, :, None]
-        made = made + (acc,)
-    return made
-
-
-@triton.jit
 def add_step(
-    acc, words, p_meta, n, rows, x, total, p_x, bases, ends, chunk, K,
+    acc, words, p_meta, n, rows, x, total, chunk, K,
     FIRST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-    FORM: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    FORM: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """acc + W x over STEP columns from pair FIRST of each of the chunks [KS] on, which are in `words`.
 
-    x, total: the activations and their sums on tensor cores; else they are read from p_x, `bases` and `ends`
+    x, total: the activations and their sums, of `load_activations` and `step_sums`
     """
     scale, offset = load_scales(p_meta, n, chunk, FIRST, K, rows, BITS, GROUP, SYMMETRIC, EVEN_K)
     if FORM == "factored":
         return _add_factored(acc, words, FIRST, scale, offset, x, total, STEP, BITS)
-    elif FORM == "scaled":
-        return _add_scaled(acc, words, FIRST, scale, offset, x, STEP, BITS)
     else:
-        k0 = chunk * 128 + FIRST * 8
-        return _add_lanes(acc, words, FIRST, scale, offset, p_x, bases, ends, k0, STEP, BITS, BLOCK_M)
+        return _add_scaled(acc, words, FIRST, scale, offset, x, STEP, BITS)
 
 
 @triton.jit
 def zeros(FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """An accumulator of zeros: [KS, BLOCK_N, BLOCK_M], scaled [BLOCK_N, BLOCK_M], lanes BLOCK_M of [KS, BLOCK_N, 4]."""
+    """An accumulator of zeros: [KS, BLOCK_N, BLOCK_M], scaled [BLOCK_N, BLOCK_M]."""
     if FORM == "factored":
         return tl.zeros((KS, BLOCK_N, BLOCK_M), tl.float32)
-    elif FORM == "scaled":
-        return tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
-        accs = ()
-        for _ in tl.static_range(BLOCK_M):
-            accs = accs + (tl.zeros((KS, BLOCK_N, 4), tl.float32),)
-        return accs
+        return tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
 
 @triton.jit
-def gathered(accs, FORM: tl.constexpr, BLOCK_M: tl.constexpr):
+def gathered(acc, FORM: tl.constexpr):
     """The sums [BLOCK_N, BLOCK_M] of an accumulator."""
     if FORM == "factored":
-        return tl.sum(accs, 0)
-    elif FORM == "scaled":
-        return accs
+        return tl.sum(acc, 0)
     else:
-        m = tl.arange(0, BLOCK_M)[None, :]
-        acc = tl.sum(tl.sum(accs[0], 2), 0)[:, None] + m * 0.0
-        for i in tl.static_range(1, BLOCK_M):
-            acc = tl.where(m == i, tl.sum(tl.sum(accs[i], 2), 0)[:, None], acc)
         return acc
-
-
-@triton.jit
-def row_ranges(row, mask, K, BLOCK_M: tl.constexpr):
-    """Where each row of a tile begins, and its length (0 where there is no such row), as tuples of scalars."""
-    m = tl.arange(0, BLOCK_M)
-    bases = ()
-    ends = ()
-    for i in tl.static_range(BLOCK_M):
-        bases = bases + (tl.sum(tl.where(m == i, row.to(tl.int64), 0), 0) * K,)
-        ends = ends + (tl.sum((mask & (m == i)).to(tl.int32), 0) * K,)
-    return bases, ends
 
 
 @triton.jit
@@ -269,9 +191,8 @@ def add_compensator(
 ):  # fmt: skip
     """acc + U z for blocks first .. last - 1 of ranks; z = V x, in Z_SPLITS partial sums [Z_SPLITS, S, R_MAX] fp32."""
     STORED: tl.constexpr = factor_bits(BITS)
-    IN: tl.constexpr = tl.float32 if FORM == "lanes" else DTYPE
-    UNIT: tl.constexpr = unit_of(STORED, IN)
-    MIDDLE: tl.constexpr = 0.0 if BITS == 16 else bias_of(STORED, IN) + 2.0 ** (BITS - 1)
+    UNIT: tl.constexpr = unit_of(STORED, DTYPE)
+    MIDDLE: tl.constexpr = 0.0 if BITS == 16 else bias_of(STORED, DTYPE) + 2.0 ** (BITS - 1)
     R = tl.load(p_row + RANK).to(tl.int32)
     p_words = p_slab + tl.multiple_of(tl.load(p_row + U_WORDS), 32)
     p_meta = p_slab + tl.multiple_of(tl.load(p_row + U_META), 32)
@@ -281,17 +202,14 @@ def add_compensator(
         z = tl.zeros((BLOCK_R, slot.shape[0]), tl.float32)
         for s in tl.range(0, Z_SPLITS, num_stages=1):  # not unrolled: registers are scarce here
             z += tl.load(p_z + tl.cast(s, tl.int64) * S * R_MAX + at, mask=inside, other=0.0)
-        u = factor_operand(p_words, n, block, N, STORED, IN, FORM).reshape(BLOCK_N, BLOCK_R)
+        u = factor_operand(p_words, n, block, N, STORED, DTYPE, FORM).reshape(BLOCK_N, BLOCK_R)
         if FORM == "scaled":
             scale = factor_scales(p_meta, n[:, None], r[None, :], R, BITS)
-            u = ((u.to(tl.float32) * UNIT - MIDDLE) * scale).to(IN)
-            acc = tl.dot(u, z.to(IN), acc, input_precision="ieee")
+            u = ((u.to(tl.float32) * UNIT - MIDDLE) * scale).to(DTYPE)
+            acc = tl.dot(u, z.to(DTYPE), acc, input_precision="ieee")
         else:
             # A block of rows lies in one group: its scales go to z, and the middle of the codes off the sum.
-            z = (z * (factor_scales(p_meta, n0, r, R, BITS) * UNIT)[:, None]).to(IN)
+            z = (z * (factor_scales(p_meta, n0, r, R, BITS) * UNIT)[:, None]).to(DTYPE)
             acc -= tl.sum(z.to(tl.float32), 0)[None, :] * (MIDDLE / UNIT)
-            if FORM == "lanes":
-                acc += tl.sum(u[:, :, None] * z[None, :, :], 1)
-            else:
-                acc = tl.dot(u, z, acc, input_precision="ieee")
+            acc = tl.dot(u, z, acc, input_precision="ieee")
     return acc
