@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 FIELD = "transformers_weights"
-GUARD = "packed by Trilobite: `pip install trilobite`, then `import trilobite` before from_pretrained"
+MARK = "packed by Trilobite"
+GUARD = f"{MARK}: `pip install trilobite`, then `import trilobite` before from_pretrained"
 CARD = "README.md"
 
 
@@ -23,9 +24,9 @@ def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lift(config: Any) -> None:
-    """Remove the guard from a configuration of transformers in memory, and from its text part."""
+    """Remove the guard, in any release's words, from a configuration of transformers and from its text part."""
     for part in (config, getattr(config, "text_config", None)):
-        if getattr(part, FIELD, None) == GUARD:
+        if str(getattr(part, FIELD, "")).startswith(MARK):
             delattr(part, FIELD)
 
 

@@ -1,8 +1,8 @@
 """The two operators as `torch.library` operators, and the choice of backend: the only importer of the backends.
 
 `torch.ops.trilobite.linear` and `torch.ops.trilobite.experts` have fake implementations, so `torch.compile`
-traces through them, and are inference only (no autograd). They take weights as stored: the CPU engine runs these,
-and on a GPU the reference. `linear_gpu` and `experts_gpu` take what `repack` makes of them, the GPU layout.
+traces through them, and gradients (`gradient.py`). They take weights as stored: the CPU engine runs these, and on a GPU
+the reference. `linear_gpu` and `experts_gpu` take what `repack` makes of them, the GPU layout.
 `bind_linear` and `bind_experts` make calls that go past the operators, for modules that run one weight on the CPU again
 and again.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check
-from trilobite.kernels import reference
+from trilobite.kernels import gradient, reference
 from trilobite.kernels.cpu import engine
 from trilobite.kernels.cpu.bound import Binding as Binding
 from trilobite.kernels.cpu.bound import BoundExperts as BoundExperts
@@ -176,6 +176,19 @@ if engine.available():
     _lib.impl("experts", _experts_cpu, "CPU")
 
 
+def _call(operator: Any, *arguments: Any) -> Tensor:
+    """Past autograd where no gradient is asked for: its Python wrapper takes twice the time of the rest of a call."""
+    if torch.compiler.is_compiling() or needs_gradient(*arguments):
+        return operator(*arguments)  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)  # type: ignore[no-any-return]
+
+
+def needs_gradient(*arguments: Any) -> bool:
+    """Whether a backward pass may come back to one of the tensors."""
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+
+
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, settings: CpuSettings = EXACT) -> Tensor:
     """y = x (dequant(W) + U V)^T + bias.
 
@@ -185,12 +198,10 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, settings: Cpu
     if x.shape[-1] != w.shape[1]:
         raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={w.shape[1]}")
     if w.lattice is not None:
-        return torch.ops.trilobite.lattice_linear(  # type: ignore[no-any-return]
-            x, w.packed, w.lattice, w.signs_in, w.signs_out, w.lra, w.lrb, bias, w.shape[0], *_plain(settings)
-        )
-    return torch.ops.trilobite.linear(  # type: ignore[no-any-return]
-        x, w.packed, w.scale, w.lra, w.lrb, bias, w.shape[0], *_plain(settings)
-    )
+        parts = w.packed, w.lattice, w.signs_in, w.signs_out, w.lra, w.lrb
+        return _call(torch.ops.trilobite.lattice_linear, x, *parts, bias, w.shape[0], *_plain(settings))
+    stored = w.packed, w.scale, w.lra, w.lrb
+    return _call(torch.ops.trilobite.linear, x, *stored, bias, w.shape[0], *_plain(settings))
 
 
 def _plain(settings: CpuSettings) -> tuple[str, int]:
@@ -209,8 +220,8 @@ def experts(
         raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={layer.hidden}")
     inputs = x, top_k_index, top_k_weights
     if layer.codings:
-        return torch.ops.trilobite.experts_gpu(*inputs, *_flat(layer), spec_of(layer.codings))  # type: ignore[no-any-return]
-    return torch.ops.trilobite.experts(*inputs, *_flat(layer), *_plain(settings))  # type: ignore[no-any-return]
+        return _call(torch.ops.trilobite.experts_gpu, *inputs, *_flat(layer), spec_of(layer.codings))
+    return _call(torch.ops.trilobite.experts, *inputs, *_flat(layer), *_plain(settings))
 
 
 def bind_linear(w: PackedWeight, bias: Tensor | None, settings: CpuSettings = EXACT) -> BoundLinear | None:
@@ -294,4 +305,7 @@ def linear_gpu(x: Tensor, w: Pack, bias: Tensor | None = None) -> Tensor:
     ((n, k),) = w.shapes
     if x.shape[-1] != k:
         raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={k}")
-    return torch.ops.trilobite.linear_gpu(x, w.slab, w.table, bias, spec_of(w.codings), n)  # type: ignore[no-any-return]
+    return _call(torch.ops.trilobite.linear_gpu, x, w.slab, w.table, bias, spec_of(w.codings), n)
+
+
+gradient.register(_lib, restore)

@@ -1,6 +1,7 @@
 """Load a checkpoint, packed or original, as a transformers model; packed weights stay in the mapped file."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +17,16 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from trilobite.checkpoint.layout import ALIGN
 from trilobite.checkpoint.packed import check_finished, check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import ArchitectureError, CheckpointError, DeviceError
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.runtime.modules.swap import configure
+
+EXPERT_PART = re.compile(r"(.*\.experts)\.\d+\..*\.weight_")
+"""Name of a part of a packed expert, after that of its layer's experts."""
 
 
 def load(
@@ -133,18 +138,39 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
 
 
 def map_tensors(source: Source) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint as a view of its mapped file."""
-    storages = {}
+    """Every tensor of a checkpoint as a view of its mapped file.
+
+    Each is a storage of its own, which is what torch copies and pickles of a tensor; the experts of a layer share one,
+    the stretch of the file that holds them all.
+    """
+    mapped = {}
     for file, entry in source.files.items():
         storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=entry.size)
-        storages[file] = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, arg-type]
+        mapped[file] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload, arg-type]
     tensors = {}
+    for names in _stretches(source):
+        file = source.tensors[names[0]].file
+        first = min(source.tensors[name].offset for name in names) // ALIGN * ALIGN
+        last = max(source.tensors[name].offset + source.tensors[name].nbytes for name in names)
+        stretch = torch.from_numpy(mapped[file][first:last])
+        for name in names:
+            info = source.tensors[name]
+            data = stretch[info.offset - first : info.offset - first + info.nbytes]
+            if data.data_ptr() % DTYPES[info.dtype].itemsize:
+                data = data.clone()
+            tensors[name] = data.view(DTYPES[info.dtype]).view(info.shape)
+    return {name: tensors[name] for name in source.tensors}
+
+
+def _stretches(source: Source) -> Iterator[list[str]]:
+    """Names of tensors that become views of one storage."""
+    layers: dict[tuple[Path, str], list[str]] = {}
     for name, info in source.tensors.items():
-        data = storages[info.file][info.offset : info.offset + info.nbytes]
-        if data.data_ptr() % DTYPES[info.dtype].itemsize:
-            data = data.clone()
-        tensors[name] = data.view(DTYPES[info.dtype]).view(info.shape)
-    return tensors
+        if match := EXPERT_PART.match(name):
+            layers.setdefault((info.file, match[1]), []).append(name)
+        else:
+            yield [name]
+    yield from layers.values()
 
 
 def _config(source: Source) -> PreTrainedConfig:

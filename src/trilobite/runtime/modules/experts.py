@@ -142,6 +142,11 @@ class PackedExperts(PackedModule):
             residence = self.settle()
         return residence.run(self, hidden_states, top_k_index, top_k_weights)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: without the slab, of which the buffers are views; the first call makes another."""
+        in_buffers = self.residence is not None and self.residence.in_buffers
+        return {**self.__dict__, "residence": None if in_buffers else self.residence}
+
     def _gate_up_bias(self) -> Tensor | None:
         """[E, 2I] with the gate's part first, also where the checkpoint alternates the two; [E, I] without gates."""
         bias = self.gate_up_proj_bias
@@ -187,7 +192,7 @@ class _ExpertsOnGpu(OnGpu[PackedExperts]):
         return ops.experts(x, index, weights, self._layer(module, x))
 
     def _layer(self, module: PackedExperts, x: Tensor) -> ExpertsLayer:
-        if type(x) is not Tensor or torch.compiler.is_compiling():
+        if type(x) is not Tensor or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return module.layer(self.pack.slab, self.pack.table, self.pack.codings)
         biases, binding = _biases(module._parameters), self.binding
         if binding is None or not binding.holds(*biases):

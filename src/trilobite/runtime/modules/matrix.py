@@ -1,6 +1,7 @@
 """PackedMatrix: one packed weight as the buffers of a module."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,26 @@ class PackedMatrix(nn.Module):
             if new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for suffix in SUFFIXES:
+            if (part := destination.get(name := f"{prefix}weight_{suffix}")) is not None:
+                destination[name] = alone(part)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: with the bytes of the buffers, not of all that their memory is part of."""
+        buffers = {name: None if part is None else alone(part) for name, part in self._buffers.items()}
+        return {**self.__dict__, "_buffers": buffers}
+
+
+def alone(part: Tensor) -> Tensor:
+    """The same memory in a storage of its own, which is what torch copies and pickles of a tensor."""
+    if not part.is_cpu or part.untyped_storage().nbytes() == part.nbytes or not part.is_contiguous():
+        return part
+    return (
+        torch.from_numpy(part.detach().flatten().view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
+    )
 
 
 def check_loaded(matrix: PackedMatrix, name: str) -> None:

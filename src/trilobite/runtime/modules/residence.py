@@ -51,10 +51,12 @@ class AsStored(Residence[M]):
     in_buffers = True
 
     def run(self, module: M, *inputs: Tensor) -> Tensor:
-        """By the bound call, made again when the module has got other tensors."""
+        """By the bound call, made again when the module has got other tensors; gradients are the operator's."""
         x = inputs[0]
         if type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling():
             tensors, binding = self.tensors(module), self.binding
+            if ops.needs_gradient(*inputs, *tensors):
+                return self.operate(module, *inputs)
             if binding is None or not binding.holds(*tensors):
                 binding = self.binding = ops.Binding(self.bind(module), *tensors)
             call: Callable[..., Tensor] | None = binding.made
