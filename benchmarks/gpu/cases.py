@@ -36,7 +36,7 @@ from trilobite.measure.gpu import (
     routings,
     spread_bytes,
 )
-from trilobite.measure.shapes import Layer
+from trilobite.measure.shapes import ExpertsShape
 from trilobite.recipe import AnyFormat, Format, parse_format
 
 INT3, INT4 = (Format(bits=bits, group=64) for bits in (3, 4))
@@ -70,7 +70,7 @@ class Kernel(Protocol):
 class Experts:
     """The routed experts of one layer. All formats and baselines meet the same routings."""
 
-    def __init__(self, layer: Layer, device: torch.device) -> None:
+    def __init__(self, layer: ExpertsShape, device: torch.device) -> None:
         self.name, self.title = layer.name, f"{layer.name} experts"
         self.layer, self.device = layer, device
         self._packs: dict[str, Pack] = {}

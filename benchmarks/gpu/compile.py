@@ -39,11 +39,11 @@ from trilobite.kernels.gpu.device import product as triton_product
 from trilobite.kernels.gpu.device import routing as triton_routing
 from trilobite.kernels.gpu.experts import experts
 from trilobite.kernels.gpu.launch import Launch, recording
-from trilobite.kernels.gpu.layout.pack import Place, coding
+from trilobite.kernels.gpu.layout.pack import PackColumn, coding
 from trilobite.kernels.gpu.linear import linear
 from trilobite.kernels.layer import Pack
 from trilobite.measure.gpu import experts_layer
-from trilobite.measure.shapes import DEEPSEEK, MIXTRAL, Layer
+from trilobite.measure.shapes import DEEPSEEK, MIXTRAL, ExpertsShape
 from trilobite.recipe import AnyFormat, LatticeFormat, parse_format
 
 ELEPHANTS = ("int4-channel-sym", "int8-channel-sym")
@@ -65,7 +65,7 @@ CONSUMER_SHARED = 99 << 10
 """Bytes of shared memory that a program may have on sm_86 and sm_89."""
 UNSPECIALIZED = "S"
 """The number of slots: kernels are not compiled anew for its multiples of 16, nor for one."""
-GPT_OSS = Layer(name="gpt-oss-120b", experts=128, active=4, hidden=2880, intermediate=2880)
+GPT_OSS = ExpertsShape(name="gpt-oss-120b", experts=128, active=4, hidden=2880, intermediate=2880)
 """Many experts, biases, an activation of its own, and rows that are no multiple of 128."""
 KERNELS = {
     k.fn.__name__: k
@@ -126,7 +126,7 @@ def meta_pack(weights: list[PackedWeight], count: int) -> Pack:
     """`count` times these matrices in the GPU layout, without data."""
     return Pack(
         slab=torch.empty(1 << 20, dtype=torch.int32, device="meta"),
-        table=torch.empty((count, len(weights), len(Place)), dtype=torch.int64, device="meta"),
+        table=torch.empty((count, len(weights), len(PackColumn)), dtype=torch.int64, device="meta"),
         codings=(tuple(coding(w) for w in weights),),
         shapes=[w.shape for w in weights],
     )
@@ -143,7 +143,7 @@ def tokens_of(arch: str) -> list[int]:
 class Shape:
     """A layer of a model in some format, without data: its operators on so many tokens."""
 
-    layer: Layer
+    layer: ExpertsShape
     format: AnyFormat
     rank: int
     kind: str
@@ -170,7 +170,7 @@ class Shape:
 
 
 def record(
-    arch: str, fmt: AnyFormat, rank: int, kind: str, dtype: torch.dtype, layer: Layer = MIXTRAL
+    arch: str, fmt: AnyFormat, rank: int, kind: str, dtype: torch.dtype, layer: ExpertsShape = MIXTRAL
 ) -> Iterator[Variant]:
     """The launches of both operators at every size that the tables of an architecture distinguish."""
     found: dict[Variant, None] = {}
@@ -306,7 +306,7 @@ def rows_of(done: list[tuple[Variant, str, Report]]) -> list[tuple[str, ...]]:
     return rows
 
 
-Compilation = tuple[str, int, str, torch.dtype, Layer]
+Compilation = tuple[str, int, str, torch.dtype, ExpertsShape]
 
 
 def cases(quick: bool, everything: bool) -> list[Compilation]:

@@ -13,7 +13,7 @@ from trilobite.kernels.expert_table import Column
 from trilobite.kernels.layer import ExpertsLayer
 from trilobite.measure.shapes import DEEPSEEK as ROUTED
 from trilobite.measure.shapes import MIXTRAL as MIXTRAL
-from trilobite.measure.shapes import Layer
+from trilobite.measure.shapes import ExpertsShape
 from trilobite.recipe import COMPENSATORS, Format, LatticeFormat
 
 # Its two shared experts work on every token; as routed ones they cost the same bytes.
@@ -37,7 +37,7 @@ def _fill_factor(part: Tensor) -> None:
     part[..., -2:] = torch.tensor([0.01]).half().view(torch.uint8)
 
 
-def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[ExpertsLayer, float]:
+def make_layer(layer: ExpertsShape, fmt: Format, rank: int = 0) -> tuple[ExpertsLayer, float]:
     """Random experts as stored, and the bytes of one of them."""
     h, i = layer.hidden, layer.intermediate
     shapes = ((i, h), (i, h), (h, i))
@@ -61,7 +61,7 @@ def make_layer(layer: Layer, fmt: Format, rank: int = 0) -> tuple[ExpertsLayer, 
     return _experts(layer, slab, data), per_expert
 
 
-def make_lattice_layer(layer: Layer, fmt: LatticeFormat) -> tuple[ExpertsLayer, float]:
+def make_lattice_layer(layer: ExpertsShape, fmt: LatticeFormat) -> tuple[ExpertsLayer, float]:
     """As `make_layer`, with random codewords; signs of a side depend on its length alone, as in checkpoints."""
     h, i = layer.hidden, layer.intermediate
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
@@ -88,7 +88,7 @@ def make_lattice_layer(layer: Layer, fmt: LatticeFormat) -> tuple[ExpertsLayer, 
     return _experts(layer, slab, data), per_expert
 
 
-def _experts(layer: Layer, slab: Tensor, table: Tensor) -> ExpertsLayer:
+def _experts(layer: ExpertsShape, slab: Tensor, table: Tensor) -> ExpertsLayer:
     return ExpertsLayer(
         slab=slab,
         table=table,
@@ -98,7 +98,7 @@ def _experts(layer: Layer, slab: Tensor, table: Tensor) -> ExpertsLayer:
     )
 
 
-def routing(layer: Layer, tokens: int) -> tuple[Tensor, Tensor]:
+def routing(layer: ExpertsShape, tokens: int) -> tuple[Tensor, Tensor]:
     """Random distinct experts for every token."""
     index = torch.stack([torch.randperm(layer.experts)[: layer.active] for _ in range(tokens)])
     return index, torch.rand(tokens, layer.active)

@@ -33,7 +33,7 @@ from trilobite.formats.incoherence import draw_signs
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings, ExpertsLayer
-from trilobite.measure.shapes import Layer
+from trilobite.measure.shapes import ExpertsShape
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import Format, LatticeFormat, load_recipe
 from trilobite.runtime.load import load, load_tokenizer
@@ -42,7 +42,7 @@ from trilobite.runtime.modules.swap import configure
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 512)
 
 
-def rotations(layer: Layer, tokens: int, active: int) -> float:
+def rotations(layer: ExpertsShape, tokens: int, active: int) -> float:
     """Milliseconds that one thread needs for the rotations of a layer: x and the sum; gate, up and h of each pair."""
     milliseconds = 0.0
     for n, count in ((layer.hidden, 2 * tokens), (layer.intermediate, 3 * tokens * active)):
@@ -82,7 +82,12 @@ class Result:
 
 
 def measure(
-    layer: Layer, experts: ExpertsLayer, per_expert: float, tokens: int, repeats: int, mode: str = "exact"
+    layer: ExpertsShape,
+    experts: ExpertsLayer,
+    per_expert: float,
+    tokens: int,
+    repeats: int,
+    mode: str = "exact",
 ) -> Result:
     """Run the operator on fresh routing each time, with a probe of the same memory before and after."""
     times, probes, used = [], [], []
@@ -169,7 +174,7 @@ def _clock(call: Callable[[], object], repeats: int) -> float:
 
 def overhead(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """Microseconds of a call whose matrices are as good as empty."""
-    tiny = Layer(name="tiny", experts=8, active=2, hidden=64, intermediate=64)
+    tiny = ExpertsShape(name="tiny", experts=8, active=2, hidden=64, intermediate=64)
     experts, _ = make_layer(tiny, Format(bits=3, group=64))
     index, weights = routing(tiny, 1)
     x = torch.randn(1, 64, dtype=torch.bfloat16)

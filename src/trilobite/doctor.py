@@ -14,7 +14,7 @@ import torch
 import trilobite
 from trilobite.errors import DeviceError
 from trilobite.kernels import ops
-from trilobite.kernels.cpu import engine as cpu
+from trilobite.kernels.cpu import engine
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy")
 EXTRAS = {"eval": "lm_eval", "plot": "matplotlib", "gpu": "triton"}
@@ -96,15 +96,15 @@ def _lines(path: str) -> list[str]:
 
 def _kernels() -> dict[str, Any]:
     """Which operators run packed weights on the CPU, and why."""
-    info: dict[str, Any] = cpu.info()
+    info: dict[str, Any] = engine.info()
     backend = "compiled" if info.pop("available") else "reference operators (PyTorch)"
     return {"backend": backend, **info}
 
 
 def _bandwidth() -> dict[str, Any]:
     """How fast memory is read, by the kernels' threads or by torch's: the limit of token generation."""
-    if cpu.available():
-        return {"GB_per_s": round(cpu.measure_read_bandwidth(), 1), "read_by": "compiled kernels"}
+    if engine.available():
+        return {"GB_per_s": round(engine.measure_read_bandwidth(), 1), "read_by": "compiled kernels"}
     return {"GB_per_s": round(_torch_bandwidth() / 1e9, 1), "read_by": "torch"}
 
 
@@ -140,12 +140,11 @@ def _gpu_kernels() -> dict[str, Any]:
         return {"backend": "none", "reason": "torch sees no CUDA device"}
     if missing := ops.missing_triton():
         return {"backend": reference, "reason": missing}
-    from trilobite.kernels.gpu import launch as triton_launch
-    from trilobite.kernels.gpu import tuning as triton_tuning
+    from trilobite.kernels.gpu import launch, tuning
 
     device = torch.device("cuda", 0)
     try:
-        triton_launch.check_device(device)
+        launch.check_device(device)
     except DeviceError as e:
         return {"backend": "none", "reason": str(e)}
-    return {"backend": "Triton", "tiles": triton_tuning.describe(device), "reason": "Triton and a GPU found"}
+    return {"backend": "Triton", "tiles": tuning.describe(device), "reason": "Triton and a GPU found"}

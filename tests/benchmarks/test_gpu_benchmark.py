@@ -42,7 +42,7 @@ from trilobite.measure.gpu import (
     random_weight,
     routings,
 )
-from trilobite.measure.shapes import Layer
+from trilobite.measure.shapes import ExpertsShape
 from trilobite.recipe import Format, parse_format
 from trilobite.runtime.modules.residence import OnGpu
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(
     not triton_interpreter.available(), reason="Triton was imported without TRITON_INTERPRET"
 )
 triton_interpreter.install()
-TINY = Layer(name="tiny", experts=4, active=2, hidden=128, intermediate=64)
+TINY = ExpertsShape(name="tiny", experts=4, active=2, hidden=128, intermediate=64)
 CPU = torch.device("cpu")
 
 
@@ -110,7 +110,7 @@ def test_copies_of_an_expert_lie_in_places_of_their_own() -> None:
 
 
 def test_dealt_experts_come_again_as_late_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer(name="fine", experts=16, active=3, hidden=64, intermediate=64)
+    layer = ExpertsShape(name="fine", experts=16, active=3, hidden=64, intermediate=64)
     a_token = 3 * 3 * 64 * 64 // 4
     monkeypatch.setattr(triton_bench, "spread_bytes", lambda device: 20 * a_token)
     met = torch.cat([index.flatten() for index, _ in routings(layer, 1, CPU)])

@@ -61,16 +61,16 @@ def _on_gpu() -> list[dict[str, Any]]:
     import torch
 
     _require_triton()
-    from trilobite.measure import gpu as triton_bench
+    from trilobite.measure import gpu
     from trilobite.measure.shapes import DEEPSEEK, MIXTRAL
     from trilobite.recipe import Format
 
     device = torch.device("cuda")
-    limit, rows = triton_bench.copy_bandwidth(device), []
+    limit, rows = gpu.copy_bandwidth(device), []
     for layer in (MIXTRAL, DEEPSEEK):
-        pack = triton_bench.random_layer(layer, Format(bits=3, group=64), device)
-        took = triton_bench.seconds(triton_bench.expert_calls(layer, pack, 1))
-        rows.append(_row(f"{layer.name} INT3 g64", took, triton_bench.hit_bytes(layer, pack, 1), limit))
+        pack = gpu.random_layer(layer, Format(bits=3, group=64), device)
+        took = gpu.seconds(gpu.expert_calls(layer, pack, 1))
+        rows.append(_row(f"{layer.name} INT3 g64", took, gpu.hit_bytes(layer, pack, 1), limit))
     return rows
 
 
@@ -83,12 +83,12 @@ def _on_cpu() -> list[dict[str, Any]]:
     from trilobite.formats.affine import packed_shape
     from trilobite.formats.weight import PackedWeight
     from trilobite.kernels import ops
-    from trilobite.kernels.cpu import engine as cpu
+    from trilobite.kernels.cpu import engine
     from trilobite.kernels.expert_table import build
     from trilobite.kernels.layer import ExpertsLayer
     from trilobite.recipe import Format
 
-    if not cpu.available():
+    if not engine.available():
         raise DeviceError("no GPU, and no native CPU engine to measure: run `trilobite doctor`")
     count, active, hidden, inner = 32, 6, 2048, 1408  # 123 MB: more than caches hold
     fmt = Format(bits=3, group=64)
@@ -108,7 +108,7 @@ def _on_cpu() -> list[dict[str, Any]]:
         start = time.perf_counter()
         ops.experts(x, index, torch.ones(1, active), layer)
         times.append(time.perf_counter() - start)
-    limit = 1e9 * cpu.measure_read_bandwidth(slab)
+    limit = 1e9 * engine.measure_read_bandwidth(slab)
     return [_row("32 experts INT3 g64 (CPU)", statistics.median(times), slab.nbytes * active / count, limit)]
 
 
@@ -121,8 +121,8 @@ def _require_triton() -> None:
 
 def _tune(device: Any) -> None:
     _require_triton()
-    from trilobite.kernels.gpu import tuning as triton_tuning
-    from trilobite.measure import tiles as triton_search
+    from trilobite.kernels.gpu import tuning
+    from trilobite.measure import tiles
 
-    triton_search.tune(device, note)
-    print(f"wrote {triton_tuning.user_file()}")
+    tiles.tune(device, note)
+    print(f"wrote {tuning.user_file()}")

@@ -213,7 +213,7 @@ def chosen_calibration(
 
 
 def usable_device(name: str) -> str:
-    """cpu or cuda; raises RecipeError where there is no such device."""
+    """cpu or cuda; raises DeviceError where there is no such device."""
     from trilobite.quantize.run.options import pick_device
 
     return pick_device(name).type

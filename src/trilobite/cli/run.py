@@ -211,7 +211,7 @@ def chat(
 
 
 def _converse(talk: "Chat", tokens: int) -> None:
-    from trilobite.errors import EvaluationError
+    from trilobite.errors import PromptError
 
     while True:
         if sys.stdin.isatty():
@@ -226,7 +226,7 @@ def _converse(talk: "Chat", tokens: int) -> None:
         elif message:
             try:
                 made = talk.ask(message, tokens=tokens, on_text=_write)
-            except EvaluationError as e:
+            except PromptError as e:
                 note(f"error: {e}")
                 continue
             _write("\n")

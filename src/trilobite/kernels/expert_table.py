@@ -94,8 +94,8 @@ def _copy(parts: list[Tensor]) -> tuple[Tensor, dict[int, int]]:
         end += -(-t.nbytes // 64) * 64
     slab = torch.empty(end, dtype=torch.uint8, device=parts[0].device)
     for t in parts:
-        at = offset_of[id(t)]
-        slab[at : at + t.nbytes] = t.contiguous().view(torch.uint8).flatten()
+        offset = offset_of[id(t)]
+        slab[offset : offset + t.nbytes] = t.contiguous().view(torch.uint8).flatten()
     return slab, offset_of
 
 
@@ -154,8 +154,8 @@ def expert_weight(slab: Tensor, row: Tensor, shape: tuple[int, int]) -> PackedWe
         kind = {bits: name for name, bits in COMPENSATORS.items()}[r[Column.RANK_BITS]]
         dtype = torch.float16 if kind == "fp16" else torch.uint8
         for key, length in (("lra", n), ("lrb", k)):
-            at = r[Column.LRA if key == "lra" else Column.LRB]
-            weight[key] = _part(slab, at, factor_shape(kind, r[Column.RANK], length), dtype)
+            offset = r[Column.LRA if key == "lra" else Column.LRB]
+            weight[key] = _part(slab, offset, factor_shape(kind, r[Column.RANK], length), dtype)
     return PackedWeight(shape=shape, **weight)
 
 
@@ -174,13 +174,13 @@ def _format(r: list[int]) -> AnyFormat:
     )
 
 
-def _part(slab: Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _part(slab: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    if at < 0 or at + nbytes > slab.numel():
+    if offset < 0 or offset + nbytes > slab.numel():
         raise ShapeError(
-            f"experts: a part of {nbytes} bytes at {at} does not fit a slab of {slab.numel()} bytes"
+            f"experts: a part of {nbytes} bytes at {offset} does not fit a slab of {slab.numel()} bytes"
         )
-    part = slab[at : at + nbytes]
-    if (part.data_ptr() if part.device.type == "cpu" else at) % dtype.itemsize:
+    part = slab[offset : offset + nbytes]
+    if (part.data_ptr() if part.device.type == "cpu" else offset) % dtype.itemsize:
         part = part.clone()
     return part.view(dtype).view(shape)

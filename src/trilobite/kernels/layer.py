@@ -50,7 +50,7 @@ def codings_of(spec: tuple[int, ...], projections: int) -> Codings:
 class Pack:
     """Packed matrices in the GPU layout.
 
-    slab: [words] int32    table: [E, P, 10] int64 on the same device, columns as in `gpu.layout.pack.Place`
+    slab: [words] int32    table: [E, P, 10] int64 on the same device, columns as in `gpu.layout.pack.PackColumn`
     codings: for every class of experts, P codings    shapes: [N, K] of each of the P matrices
     """
 

@@ -1,4 +1,4 @@
-"""The two operators as `torch.library` operators, and the choice of backend: the only importer of the backends.
+"""`linear` and `experts` as `torch.library` operators, and the choice of backend; what runs a model asks here only.
 
 `torch.ops.trilobite.linear` and `torch.ops.trilobite.experts` have fake implementations, so `torch.compile`
 traces through them, and gradients (`gradient.py`). They take weights as stored: the CPU engine runs these, and on a GPU

@@ -17,10 +17,10 @@ from trilobite.formats.lattice import Record
 from trilobite.formats.weight import PackedWeight, encode_factor, stored_shapes
 from trilobite.kernels.expert_table import DOWN
 from trilobite.kernels.gpu.experts import experts as run_experts
-from trilobite.kernels.gpu.layout.pack import Place, repack
+from trilobite.kernels.gpu.layout.pack import PackColumn, repack
 from trilobite.kernels.gpu.linear import linear as run_linear
 from trilobite.kernels.layer import ExpertsLayer, Pack
-from trilobite.measure.shapes import Layer
+from trilobite.measure.shapes import ExpertsShape
 from trilobite.recipe import AnyFormat, Format, LatticeFormat
 
 ROUTINGS = 8
@@ -82,24 +82,24 @@ def _random_lattice(n: int, k: int, fmt: LatticeFormat, device: torch.device) ->
     )
 
 
-def random_layer(layer: Layer, fmt: AnyFormat, device: torch.device, rank: int = 0) -> Pack:
+def random_layer(layer: ExpertsShape, fmt: AnyFormat, device: torch.device, rank: int = 0) -> Pack:
     """A layer of random experts in the GPU layout: copies of one expert, each in a place of its own."""
     h, i = layer.hidden, layer.intermediate
     one = repack([[random_weight(n, k, fmt, rank=rank, device=device) for n, k in ((i, h), (i, h), (h, i))]])
     table = one.table.repeat(layer.experts, 1, 1)
-    places = table[..., Place.WORDS : Place.RANK]
+    places = table[..., PackColumn.WORDS : PackColumn.RANK]
     shift = torch.arange(layer.experts, device=device)[:, None, None] * one.slab.numel()
-    table[..., Place.WORDS : Place.RANK] = torch.where(places < 0, places, places + shift)
+    table[..., PackColumn.WORDS : PackColumn.RANK] = torch.where(places < 0, places, places + shift)
     return replace(one, slab=one.slab.repeat(layer.experts), table=table)
 
 
-def routing(layer: Layer, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def routing(layer: ExpertsShape, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Random distinct experts for every token, and weights."""
     index = torch.rand(tokens, layer.experts, device=device).topk(layer.active).indices
     return index, torch.rand(tokens, layer.active, device=device).bfloat16()
 
 
-def routings(layer: Layer, tokens: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def routings(layer: ExpertsShape, tokens: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Routings for calls that follow each other, at least `ROUTINGS`.
 
     While a call needs no expert twice, experts are dealt from one shuffled pack, round and round: so a call meets those
@@ -175,7 +175,7 @@ def interval(replay: Callable[[], object], inner: int = INTERVAL) -> float:
 
 
 def expert_calls(
-    layer: Layer, pack: Pack, tokens: int, routed: Sequence[tuple[Tensor, Tensor]] | None = None
+    layer: ExpertsShape, pack: Pack, tokens: int, routed: Sequence[tuple[Tensor, Tensor]] | None = None
 ) -> list[Callable[[], object]]:
     """The operator on random activations, once for each routing (default: those of `routings`)."""
     device = pack.slab.device
@@ -207,14 +207,14 @@ def linear_calls(packs: list[Pack], tokens: int) -> list[Callable[[], object]]:
     return [partial(run_linear, x, p, None) for p in packs]
 
 
-def hit_experts(layer: Layer, tokens: int) -> float:
+def hit_experts(layer: ExpertsShape, tokens: int) -> float:
     """Experts that one of the `routings` of so many tokens hits, on average."""
     if tokens * layer.active <= layer.experts:
         return tokens * layer.active
     return layer.experts * (1 - (1 - layer.active / layer.experts) ** tokens)
 
 
-def hit_bytes(layer: Layer, pack: Pack, tokens: int) -> float:
+def hit_bytes(layer: ExpertsShape, pack: Pack, tokens: int) -> float:
     """Bytes of those experts."""
     return 4 * pack.slab.numel() * hit_experts(layer, tokens) / layer.experts
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class ExpertsShape:
     """The routed experts of a model: E experts, A of them active, hidden size H, intermediate size I."""
 
     name: str
@@ -14,5 +14,5 @@ class Layer:
     intermediate: int
 
 
-MIXTRAL = Layer(name="Mixtral-8x7B", experts=8, active=2, hidden=4096, intermediate=14336)
-DEEPSEEK = Layer(name="DeepSeek-MoE-16B", experts=64, active=6, hidden=2048, intermediate=1408)
+MIXTRAL = ExpertsShape(name="Mixtral-8x7B", experts=8, active=2, hidden=4096, intermediate=14336)
+DEEPSEEK = ExpertsShape(name="DeepSeek-MoE-16B", experts=64, active=6, hidden=2048, intermediate=1408)

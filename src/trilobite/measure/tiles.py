@@ -1,4 +1,4 @@
-"""Which tiles are the fastest on this GPU: the search of `trilobite bench --tune`, whose table triton_tuning keeps."""
+"""Which tiles are the fastest on this GPU: the search of `trilobite bench --tune`, whose table `tuning` keeps."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from trilobite.errors import DeviceError
-from trilobite.kernels.gpu import tuning as triton_tuning
+from trilobite.kernels.gpu import tuning
 from trilobite.kernels.gpu.layout.pack import repack
 from trilobite.kernels.gpu.tuning import CANDIDATES, Table, Tile
 from trilobite.measure.gpu import (
@@ -53,13 +53,13 @@ def tune(device: torch.device, report: Callable[[str], None]) -> None:
         ("gate_up", (1, 4, 16, 32, 128), experts_at),
         ("down", (1, 4, 16, 32, 128), experts_at),
     ):
-        found = []
+        fastest = []
         for each in sizes:
             best, took = _fastest(operation, each, calls_at(each), _chosen_gate_up(table, each))
-            found.append(replace(best, tokens=(1 << 30) if each == sizes[-1] else each))
+            fastest.append(replace(best, tokens=(1 << 30) if each == sizes[-1] else each))
             report(f"{operation}, {each} rows: {took * 1e6:.1f} us with {best}")
-        table[operation] = tuple(found)
-        triton_tuning.remember(torch.cuda.get_device_name(device), table)
+        table[operation] = tuple(fastest)
+        tuning.remember(torch.cuda.get_device_name(device), table)
 
 
 def _chosen_gate_up(table: Table, each: int) -> Tile | None:
@@ -75,11 +75,11 @@ def _fastest(
     kinds = next(kinds for most, kinds in KINDS if each <= most)
     tiles = [t for kind in kinds for t in CANDIDATES[kind]]
     if operation == "down" and gate_up is not None:
-        tiles = list(dict.fromkeys(triton_tuning.fitted(t, gate_up.block_m) for t in tiles))
+        tiles = list(dict.fromkeys(tuning.fitted(t, gate_up.block_m) for t in tiles))
     timed = []
     for tile in tiles:
         forced = {operation: tile} | ({"gate_up": gate_up} if operation == "down" and gate_up else {})
-        with triton_tuning.forcing(forced):
+        with tuning.forcing(forced):
             try:
                 timed.append((sum(seconds(calls, 10) for calls in groups), tile))
             except FAILURES:  # more shared memory than this GPU has

@@ -63,7 +63,7 @@ def load(
             known = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
             config.quantization_config = {**quantization, "tensors": known, "folder": str(source.path)}
     with _no_progress_bar():
-        model, found = _model_class(config, source).from_pretrained(
+        model, report = _model_class(config, source).from_pretrained(
             None,
             config=config,
             state_dict=tensors,
@@ -72,13 +72,13 @@ def load(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by an error of our own
         )
-    for name, *shapes in sorted(found["mismatched_keys"]):
+    for name, *shapes in sorted(report["mismatched_keys"]):
         have, wanted = map(tuple, shapes)
         raise CheckpointError(
             f"{source.path}: {name} is {have}, config.json asks for {wanted}; copy the checkpoint again"
         )
-    if found["missing_keys"]:
-        names = sorted(found["missing_keys"])
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
         raise CheckpointError(
             f"{source.path}: {len(names)} tensors are missing, first {names[0]}; copy it again"
         )

@@ -17,7 +17,7 @@ from trilobite.kernels import ops, reference
 from trilobite.kernels.expert_table import build
 from trilobite.kernels.gpu.device import tile as triton_tile
 from trilobite.kernels.gpu.launch import aligned
-from trilobite.kernels.gpu.layout.pack import RANKS, Place
+from trilobite.kernels.gpu.layout.pack import RANKS, PackColumn
 from trilobite.kernels.gpu.tuning import Tile, fitted, forcing
 from trilobite.kernels.layer import spec_of
 from trilobite.runtime.modules.linear import PackedLinear
@@ -140,7 +140,7 @@ def test_other_dtypes_do_not_change_how_a_compensator_is_stored() -> None:
 
 
 def test_host_and_kernels_agree_on_the_table() -> None:
-    for place in Place:
+    for place in PackColumn:
         assert getattr(triton_tile, place.name).value == place
-    assert triton_tile.COLUMNS.value == len(Place)
+    assert triton_tile.COLUMNS.value == len(PackColumn)
     assert triton_tile.BLOCK_R.value == RANKS

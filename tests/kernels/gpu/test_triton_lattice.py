@@ -19,7 +19,7 @@ from trilobite.kernels import ops, reference
 from trilobite.kernels.gpu import rotated as triton_rotated
 from trilobite.kernels.gpu.device import decode as triton_decode
 from trilobite.kernels.gpu.layout.codewords import column_of, pack_codewords, tables, unpack_codewords
-from trilobite.kernels.gpu.layout.pack import Place, repack, restore, words_needed
+from trilobite.kernels.gpu.layout.pack import PackColumn, repack, restore, words_needed
 from trilobite.kernels.gpu.tuning import Tile, forcing
 
 interpreted = pytest.mark.skipif(
@@ -251,7 +251,7 @@ def test_lattice_and_affine_formats_in_one_layer() -> None:
 def test_a_lost_sign_is_noticed() -> None:
     w, x = lattice_weight(64, 128), _x(1, 128)
     pack = ops.repack([[w]])
-    pack.slab[int(pack.table[0, 0, Place.SIGNS_IN])] ^= 1 << 5
+    pack.slab[int(pack.table[0, 0, PackColumn.SIGNS_IN])] ^= 1 << 5
     with forcing({"linear": TILE, "lattice": TILE}):
         y = ops.linear_gpu(x, pack)
     assert relative_error(y, reference.linear(x, w)) > 1e-2

@@ -10,7 +10,7 @@ from trilobite.errors import ShapeError
 from trilobite.formats import affine
 from trilobite.formats.weight import PackedWeight, decode_factor
 from trilobite.kernels.gpu.layout import pack as triton_layout
-from trilobite.kernels.gpu.layout.pack import Place, repack, restore
+from trilobite.kernels.gpu.layout.pack import PackColumn, repack, restore
 from trilobite.kernels.gpu.layout.words import pack_words, unpack_words
 from trilobite.kernels.layer import codings_of, spec_of
 from trilobite.recipe import Format
@@ -63,10 +63,10 @@ def test_decodes_as_the_tiles_do(fmt: str) -> None:
     w = packed_weight(50, 384, fmt)
     pack = repack([[w]])
     row, (coding,) = pack.table[0, 0].tolist(), pack.codings[0]
-    words = pack.slab[row[Place.WORDS] :][: 3 * coding.bits * 50 * 4].view(3, coding.bits, 50, 4)
+    words = pack.slab[row[PackColumn.WORDS] :][: 3 * coding.bits * 50 * 4].view(3, coding.bits, 50, 4)
     codes = unpack_words(words, 384).float()
     group = coding.group or 384
-    meta = pack.slab[row[Place.META] :].view(torch.float16)
+    meta = pack.slab[row[PackColumn.META] :].view(torch.float16)
     scale, offset = torch.empty(50, 384 // group), torch.empty(50, 384 // group)
     for g in range(384 // group):
         if coding.symmetric:
@@ -128,8 +128,8 @@ def test_experts_of_different_formats_form_classes() -> None:
     pack = repack(rows)
     assert [c[0].bits for c in pack.codings] == [3, 4]
     assert pack.codings[1][0].rank == 7
-    assert pack.table[:, 0, Place.CLASS].tolist() == [0, 1, 0, 1]
-    assert pack.table[:, 0, Place.RANK].tolist() == [0, 2, 0, 7]
+    assert pack.table[:, 0, PackColumn.CLASS].tolist() == [0, 1, 0, 1]
+    assert pack.table[:, 0, PackColumn.RANK].tolist() == [0, 2, 0, 7]
     assert codings_of(tuple(spec_of(pack.codings)), 3) == pack.codings
     back = restore(pack)
     assert all(

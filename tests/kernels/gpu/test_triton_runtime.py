@@ -14,7 +14,7 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from trilobite.errors import CheckpointError, DeviceError
+from trilobite.errors import CheckpointError, DeviceError, TuningError
 from trilobite.kernels import ops, reference
 from trilobite.kernels.gpu import tuning as triton_tuning
 from trilobite.kernels.gpu.tuning import Tile
@@ -147,7 +147,7 @@ def test_tables_that_no_kernel_can_have_are_refused(
     operation: str, tiles: list[dict[str, object]], rule: str
 ) -> None:
     assert triton_tuning.parse(json.dumps({"GPU": {"linear": [GOOD_TILE]}}), "here")
-    with pytest.raises(CheckpointError, match=f"here: not a tuning table.*{rule}"):
+    with pytest.raises(TuningError, match=f"here: not a tuning table.*{rule}"):
         triton_tuning.parse(json.dumps({"GPU": {operation: tiles}}), "here")
 
 
@@ -214,7 +214,7 @@ def test_the_most_particular_table_decides(tmp_path: Path, monkeypatch: pytest.M
         path.write_text("{]")
         triton_tuning.user.cache_clear()
         triton_tuning.tiles_of.cache_clear()
-        with pytest.raises(CheckpointError, match=r"tuning\.json: not a tuning table.*bench --tune"):
+        with pytest.raises(TuningError, match=r"tuning\.json: not a tuning table.*bench --tune"):
             triton_tuning.tile_for("linear", 3, x)
     finally:
         monkeypatch.undo()

@@ -137,7 +137,7 @@ def linear(
 def run_linear(
     x: Tensor, w: int, rows: int, bias: int | None, bias_dtype: int, digits: int, threads: int | None
 ) -> Tensor:
-    """Multiply by a matrix that is checked already. w: address of its `native.Matrix`    bias: address, or None."""
+    """Multiply by a matrix that is checked already. w: address of its `native.MatrixArgs`    bias: address, or None."""
     dtype = dtype_code(x, "linear: x")
     x = dense(x, "linear: x")
     y = x.new_empty((*x.shape[:-1], rows))

@@ -1,4 +1,4 @@
-"""Describes a packed matrix to the native library: its addresses, sizes and encoding, checked against each other."""
+"""A packed matrix as the native library takes it: addresses, sizes and encoding, its parts checked against each other."""
 
 import ctypes
 from functools import cache, lru_cache
@@ -90,7 +90,7 @@ def _factors(
 
 def matrix(
     packed: Tensor, scale: Tensor | None, lra: Tensor | None, lrb: Tensor | None, shape: tuple[int, int]
-) -> tuple[native.Matrix, tuple[Tensor | None, ...]]:
+) -> tuple[native.MatrixArgs, tuple[Tensor | None, ...]]:
     """A stored matrix [N, K] as the library takes it, and the tensors that its addresses belong to.
 
     Raises ShapeError when the parts do not fit each other or the shape.
@@ -106,7 +106,7 @@ def matrix(
     rank = 0 if lra is None else lra.shape[0]
     parts = (packed, scale, lra, lrb)
     addresses = (None if t is None else t.data_ptr() for t in parts)
-    return native.Matrix(*addresses, rows, k, rank, rank_bits, bits, group, symmetric, double), parts
+    return native.MatrixArgs(*addresses, rows, k, rank, rank_bits, bits, group, symmetric, double), parts
 
 
 class _Rotation:
@@ -133,7 +133,7 @@ def rotation(n: int) -> int:
     return _rotation(n).address
 
 
-def lattice_matrix(w: PackedWeight) -> tuple[native.Matrix, tuple[Tensor | None, ...]]:
+def lattice_matrix(w: PackedWeight) -> tuple[native.MatrixArgs, tuple[Tensor | None, ...]]:
     """A stored lattice matrix as the library takes it, and the tensors that its addresses belong to.
 
     w: fits its shape, and `cpu.runs` accepts its format.
@@ -149,7 +149,7 @@ def lattice_matrix(w: PackedWeight) -> tuple[native.Matrix, tuple[Tensor | None,
         parts.append(dense(t, f"linear: {name}", torch.uint8))
     packed, record, signs_in, signs_out = parts
     lra, lrb, rank_bits = _factors(w.lra, w.lrb, n, k)
-    found = native.Matrix(
+    stored = native.MatrixArgs(
         packed=packed.data_ptr(),
         lra=None if lra is None else lra.data_ptr(),
         lrb=None if lrb is None else lrb.data_ptr(),
@@ -165,4 +165,4 @@ def lattice_matrix(w: PackedWeight) -> tuple[native.Matrix, tuple[Tensor | None,
         rotate_in=rotation(k),
         rotate_out=rotation(n),
     )
-    return found, (*parts, lra, lrb)
+    return stored, (*parts, lra, lrb)

@@ -26,7 +26,7 @@ class Rotation(Structure):
     _fields_ = (("n", c_int64), ("count", c_int64), ("order", c_int64 * CORES), ("core", c_void_p * CORES))
 
 
-class Matrix(Structure):
+class MatrixArgs(Structure):
     """`trilobite_matrix`."""
 
     _fields_ = (

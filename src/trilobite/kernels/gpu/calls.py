@@ -24,7 +24,8 @@ class Rows:
     """Which rows of activations meet which expert: the arguments of `tile_slots`.
 
     mode: DENSE, SLOTS or SORTED    slots: S    experts: E    tiles: programs along the slots, at most    block_m: slots
-    a tile    index [S], order [S], ends [E], tile_ends [E]: as `route` describes them, None where the mode has none
+    a tile    index [T, A] with S = T A slots, order [S], ends [E], tile_ends [E]: as `route` describes them, None where
+    the mode has none
     """
 
     mode: int

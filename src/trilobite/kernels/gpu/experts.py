@@ -39,7 +39,7 @@ from trilobite.kernels.gpu.launch import (
     launch,
     scratch,
 )
-from trilobite.kernels.gpu.layout.pack import Place
+from trilobite.kernels.gpu.layout.pack import PackColumn
 from trilobite.kernels.gpu.rotated import run_rotated
 from trilobite.kernels.gpu.tuning import Tile, fitted, suited, tile_for
 from trilobite.kernels.layer import Coding, ExpertsLayer
@@ -121,8 +121,8 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: Expert
         return y.zero_()
     launches = _Launches(layer)
     each = max(1, MOST_SLOTS // top_k_index.shape[1])
-    for at in range(0, x.shape[0], each):
-        part = slice(at, at + each)
+    for start in range(0, x.shape[0], each):
+        part = slice(start, start + each)
         inputs = aligned(x[part]), top_k_index[part].contiguous(), top_k_weights[part].contiguous()
         launches.run(*inputs, y[part])
     return y
@@ -131,9 +131,9 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: Expert
 def _check_layer(layer: ExpertsLayer) -> None:
     """Raise ShapeError for a table or biases that do not belong to such a layer."""
     table = layer.table
-    if table.dim() != 3 or table.shape[1:] != (3, len(Place)):
+    if table.dim() != 3 or table.shape[1:] != (3, len(PackColumn)):
         raise ShapeError(
-            f"experts: table is {list(table.shape)}, expected [E, 3, {len(Place)}] of the GPU layout"
+            f"experts: table is {list(table.shape)}, expected [E, 3, {len(PackColumn)}] of the GPU layout"
         )
     gated = has_gates(layer.codings)
     for name, bias, width in (
@@ -298,7 +298,9 @@ class _Launches:
         act = gate_fn(self.activation)
         made = act(gate, up) if g.gated else act(up, torch.ones_like(up))
         if g.class_id >= 0:
-            made = torch.where((self.matrices.table[known, UP, Place.CLASS] == g.class_id)[:, None], made, h)
+            made = torch.where(
+                (self.matrices.table[known, UP, PackColumn.CLASS] == g.class_id)[:, None], made, h
+            )
         h.copy_(made)
 
     def _down(self, rows: Rows, inputs: Inputs, n: int) -> Tensor:

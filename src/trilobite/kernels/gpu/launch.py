@@ -14,7 +14,7 @@ from trilobite.errors import DeviceError, ShapeError
 CAPABILITY = (8, 0)
 """Oldest compute capability that the kernels are made for: bf16 products and asynchronous copies begin there."""
 OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
-"""Whether Triton lays operands of products out as it did before 3.8: see `triton_decode`, and its table of tiles."""
+"""Whether Triton lays operands of products out as it did before 3.8: see `device/decode.py`, and its table of tiles."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -95,11 +95,11 @@ def interpreting() -> bool:
 def check_device(device: torch.device) -> None:
     """Raise DeviceError unless the kernels run on this device."""
     if device.type == "cuda":
-        found = torch.cuda.get_device_capability(device)
-        if found < CAPABILITY:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < CAPABILITY:
             raise DeviceError(
-                f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; the Triton kernels "
-                f"need {CAPABILITY[0]}.{CAPABILITY[1]} (Ampere) or newer: load with device='cpu'"
+                f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the "
+                f"Triton kernels need {CAPABILITY[0]}.{CAPABILITY[1]} (Ampere) or newer: load with device='cpu'"
             )
     elif _listener is None and not interpreting():
         raise DeviceError(f"tensors are on {device}; the GPU layout runs on CUDA devices only")

@@ -22,7 +22,7 @@ from trilobite.kernels.gpu.calls import (
 from trilobite.kernels.gpu.device.hadamard import spin, spin_back
 from trilobite.kernels.gpu.device.lattice import compensate, lattice_product
 from trilobite.kernels.gpu.launch import launch, scratch
-from trilobite.kernels.gpu.layout import codewords as triton_codewords
+from trilobite.kernels.gpu.layout import codewords
 from trilobite.kernels.gpu.layout.words import CHUNK
 from trilobite.kernels.gpu.tuning import fitted, tile_for
 
@@ -55,7 +55,7 @@ def upload(weights: Iterable[PackedWeight]) -> None:
     """Put the tables of lattice formats on their GPU, beforehand: within a CUDA graph they would lie in its memory."""
     for w in weights:
         if w.lattice is not None:
-            triton_codewords.tables(w.packed.device)
+            codewords.tables(w.packed.device)
             for side in w.shape:
                 _core(side, w.packed.device)
 
@@ -98,7 +98,7 @@ def _products(rows: Rows, m: Matrices, x: Tensor, tokens: int, job: Job) -> Tens
     arguments, constants = slot_arguments(rows, m)
     arguments |= {
         "p_x": x,
-        "p_codes": triton_codewords.tables(x.device),
+        "p_codes": codewords.tables(x.device),
         "p_out": parts,
         "N": job.n,
         "K": width,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trilobite.errors import CheckpointError
+from trilobite.errors import TuningError
 from trilobite.kernels.gpu.launch import OLD_TRITON
 
 OPERATIONS = ("linear", "gate_up", "down", "rank", "lattice")
@@ -119,7 +119,7 @@ def _check(operation: str, tiles: tuple[Tile, ...]) -> None:
 
 
 def parse(text: str, where: str) -> dict[str, Table]:
-    """Tables by GPU from JSON. Raises CheckpointError when it is not one of ours."""
+    """Tables by GPU from JSON. Raises TuningError when it is not one of ours."""
     try:
         data = json.loads(text)
         tables = {
@@ -131,7 +131,7 @@ def parse(text: str, where: str) -> dict[str, Table]:
                 _check(operation, tiles)
         return tables
     except (ValueError, TypeError, AttributeError) as e:
-        raise CheckpointError(
+        raise TuningError(
             f"{where}: not a tuning table ({e}); delete it, `trilobite bench --tune` writes it anew"
         ) from e
 
@@ -162,9 +162,9 @@ def user() -> dict[str, Table]:
     return parse(path.read_text(encoding="utf-8"), str(path)) if path.exists() else {}
 
 
-def remember(gpu: str, found: Table) -> Path:
+def remember(gpu: str, fastest: Table) -> Path:
     """Put an operation's tiles for a GPU into the user's file."""
-    tables = {**user(), gpu: {**user().get(gpu, {}), **found}}
+    tables = {**user(), gpu: {**user().get(gpu, {}), **fastest}}
     path = user_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")

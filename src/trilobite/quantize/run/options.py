@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trilobite.errors import RecipeError
+from trilobite.errors import DeviceError, SettingError
 from trilobite.quantize.plan.plan import Plan, PlanLine, Progress
 
 LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
@@ -40,11 +40,11 @@ def _usable_cores() -> int:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is a GPU. Raises RecipeError when cuda is asked for and absent."""
+    """`auto` is CUDA where there is a GPU. Raises DeviceError where there is none, SettingError for other names."""
     if name not in ("auto", "cpu", "cuda"):
-        raise RecipeError(f"device {name!r}: expected auto, cpu or cuda")
+        raise SettingError(f"device {name!r}: expected auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(
+        raise DeviceError(
             "device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch"
         )
     cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())

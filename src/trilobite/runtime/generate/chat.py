@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from trilobite.errors import EvaluationError
+from trilobite.errors import PromptError
 from trilobite.runtime.generate.cache import GrowingCache, TextCache
 from trilobite.runtime.generate.streamer import OnText
 from trilobite.runtime.generate.text import Generated, Sampling, check_text, context_length, continue_ids
@@ -49,7 +49,7 @@ class Chat:
     def ask(self, message: str, *, tokens: int, on_text: OnText | None = None) -> Generated:
         """Say something and get the answer, of at most `tokens` tokens.
 
-        Raises EvaluationError for a message too long for the context, or refused by the chat template; the history
+        Raises PromptError for a message too long for the context, or refused by the chat template; the history
         stays as it was.
         """
         check_text(message)
@@ -95,7 +95,7 @@ class Chat:
                 messages, tokenize=False, add_generation_prompt=True
             )
         except Exception as e:
-            raise EvaluationError(
+            raise PromptError(
                 f"the chat template of this checkpoint fails: {type(e).__name__}: {e}; correct it in "
                 "chat_template.jinja or tokenizer_config.json"
             ) from e

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from trilobite.errors import CheckpointError, DeviceError, EvaluationError, TrilobiteError
+from trilobite.errors import CheckpointError, DeviceError, PromptError, TrilobiteError
 from trilobite.runtime.finite import FiniteLogits
 from trilobite.runtime.generate.cache import TextCache
 from trilobite.runtime.generate.streamer import OnText, Streamer
@@ -41,19 +41,19 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise EvaluationError for what no distribution has."""
+        """Raise PromptError for what no distribution has."""
         if self.temperature and not COLDEST <= self.temperature < inf:
-            raise EvaluationError(
+            raise PromptError(
                 f"temperature {self.temperature}: expected 0 (always the likeliest token), or {COLDEST} and more"
             )
         if not 0 <= self.top_p <= 1:
-            raise EvaluationError(f"top-p {self.top_p}: expected a probability, 0 to 1")
+            raise PromptError(f"top-p {self.top_p}: expected a probability, 0 to 1")
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < inf:
-            raise EvaluationError(
+            raise PromptError(
                 f"repetition penalty {self.repetition_penalty}: expected a number above 0; 1 = none"
             )
         if "" in self.stop:
-            raise EvaluationError("an empty stop string: expected at least one character")
+            raise PromptError("an empty stop string: expected at least one character")
 
     def settings(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`; they overrule a checkpoint's generation_config.json."""
@@ -104,7 +104,7 @@ def generate(
     """Continue a prompt by at most `tokens` tokens, fewer where the model's context ends.
 
     cache: of this model; it may remember the beginning of the prompt, or let the step be compiled
-    Raises EvaluationError for a prompt that is empty, or that leaves no room in the context.
+    Raises PromptError for a prompt that is empty, or that leaves no room in the context.
     """
     check_text(prompt)
     ids = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids
@@ -122,7 +122,7 @@ def continue_ids(
     on_text: OnText | None = None,
     cache: TextCache | None = None,
 ) -> Generated:
-    """Continue token ids [1, T] int64. Raises EvaluationError as `generate` does, DeviceError where memory ends."""
+    """Continue token ids [1, T] int64. Raises PromptError as `generate` does, DeviceError where memory ends."""
     room = _room(model, ids)
     most = min(tokens, room)
     length = ids.shape[1] + most
@@ -176,11 +176,11 @@ def _memory_for(tokens: int, device: torch.device) -> Iterator[None]:
 
 
 def check_text(text: str) -> None:
-    """Raise EvaluationError for a text with bytes that were no text, as the command line and pipes may have them."""
+    """Raise PromptError for a text with bytes that were no text, as the command line and pipes may have them."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise EvaluationError(
+        raise PromptError(
             f"the prompt is not text in the encoding of this terminal (UTF-8?), from character {e.start + 1} on; "
             "convert it with iconv"
         ) from e
@@ -211,12 +211,12 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def _room(model: PreTrainedModel, ids: Tensor) -> int:
-    """How many tokens may follow; raises EvaluationError when none, or for ids that do not fit the model."""
+    """How many tokens may follow; raises PromptError when none, or for ids that do not fit the model."""
     if ids.numel() == 0:
-        raise EvaluationError("the prompt is empty; give it at least one word")
+        raise PromptError("the prompt is empty; give it at least one word")
     vocabulary = int(model.config.get_text_config().vocab_size)
     if int(ids.max()) >= vocabulary:
-        raise EvaluationError(
+        raise PromptError(
             f"the prompt holds token {int(ids.max())}, the model's vocabulary has {vocabulary}; "
             "copy the tokenizer files of the original checkpoint"
         )
@@ -224,7 +224,7 @@ def _room(model: PreTrainedModel, ids: Tensor) -> int:
     if limit is None:
         return 1 << 30
     if ids.shape[1] >= limit:
-        raise EvaluationError(
+        raise PromptError(
             f"the prompt has {ids.shape[1]} tokens, the model was made for {limit}; make it shorter"
         )
     return limit - ids.shape[1]

@@ -55,7 +55,7 @@ def _factors(p_signs, k, mask, TUNED: tl.constexpr):
 
 @triton.jit
 def _position(k):
-    """Where column k lies in the GPU layout of a lattice format: inverse of `triton_codewords.column_of`."""
+    """Where column k lies in the GPU layout of a lattice format: inverse of `layout.codewords.column_of`."""
     lane, e = k % 32 // 8, k % 8
     return k // 32 * 32 + e // 4 * 16 + e // 2 % 2 * 8 + lane * 2 + e % 2
 
@@ -100,6 +100,7 @@ def spin(
         x = tl.load(p_x + k, mask=inside, other=0.0).to(tl.float32) * _factors(p_signs, k, inside, TUNED)
         h = tl.load(p_core + i[:, None] * L + j[None, :], mask=(i < L)[:, None] & (j < L)[None, :], other=0)
         acc = _from_left(h.to(tl.float32), x, acc)
+    # H_L X H_R with X = x as [L, R]: two small products instead of one of order n.
     y = _from_right(acc, _sylvester(PADDED_R)) * SCALE
     k = i[:, None] * R + r
     p_out += (local * S + slot).to(tl.int64) * WIDTH

@@ -1,6 +1,6 @@
 """Products with E8P codewords (QuIP#, section 4.2): decoded in registers to 4-bit codes, and multiplied as INT4 is.
 
-Activations and sums are in rotated coordinates, `triton_hadamard` takes them there and back; a compensator's share is
+Activations and sums are in rotated coordinates, `hadamard.py` takes them there and back; a compensator's share is
 in plain ones and has a kernel of its own.
 """
 
@@ -32,15 +32,15 @@ def _lookup(p_codes, word):
 
 @triton.jit
 def _e8p(p_codes, patterns, signs):
-    """Four codewords of every lane as words of 4-bit codes: weight = (code - 7.5) / 2 (`triton_codewords`)."""
-    found = _lookup(p_codes, patterns)
+    """Four codewords of every lane as words of 4-bit codes: weight = (code - 7.5) / 2 (`layout/codewords.py`)."""
+    entries = _lookup(p_codes, patterns)
     made = ()
     for j in tl.static_range(4):
         x = (signs >> j) & 0x11111111
         # Nibble 0 holds the shift b; its lane is negative when the others' signs say so: b ^ (parity of all eight),
         # which is bit 28 of a product that adds up the nibbles.
         odd = ((x * 0x11111111).to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
-        made = made + (found[j] ^ (((x ^ odd) & 0x11111111) * 14) ^ ((x & 1) * 0x11111111),)
+        made = made + (entries[j] ^ (((x ^ odd) & 0x11111111) * 14) ^ ((x & 1) * 0x11111111),)
     return made
 
 
@@ -60,7 +60,7 @@ def lattice_product(
     """out[p, split, slot] = C x[p, slot] over a range of columns; C is what the codewords of one projection stand for.
 
     grid: (tiles, row blocks, SPLITS x projections). x: [projections, S, K], rotated, in the order of the layout, K a
-    multiple of 128    codes: `triton_codewords.tables`    out: [projections, SPLITS, S, N] fp32
+    multiple of 128    codes: `layout.codewords.tables`    out: [projections, SPLITS, S, N] fp32
     """
     tile, split = tl.program_id(0), tl.program_id(2) % SPLITS
     local = tl.program_id(2) // SPLITS
@@ -81,7 +81,7 @@ def lattice_product(
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     acc = tl.zeros((KS, BLOCK_N, BLOCK_M), tl.float32)
     rest = tl.zeros((KS, BLOCK_N, BLOCK_M), tl.float32)
-    totals = tl.zeros((KS, 16, BLOCK_M), tl.float32)
+    totals = tl.zeros((KS, 16, BLOCK_M), tl.float32)  # 16 equal rows: the least that a tensor core multiplies
     for c in tl.range(first, last, num_stages=STAGES):
         chunk = c * KS + tl.arange(0, KS)
         words = load_words(p_words, n, chunk, chunks, N, BITS, EVEN_K)

@@ -48,6 +48,7 @@ def product(
     n0 = tl.program_id(1) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     rows = N
+    # Parts begin at multiples of 32 words (layout.pack.ALIGN): told so, the compiler loads 16 bytes at once.
     p_words, p_meta = p_slab + tl.multiple_of(tl.load(p_row + WORDS), 32), p_slab
     if RANKED:
         rows = tl.load(p_row + RANK).to(tl.int32)
@@ -58,13 +59,13 @@ def product(
     chunks = tl.cdiv(K, 128)
     rounds = tl.cdiv(chunks, KS)
     blocks = rounds
-    if RANK_BITS:
+    if RANK_BITS:  # U z is work along K too: splits share it, so that none of them waits for another
         blocks += tl.cdiv(tl.load(p_row + RANK).to(tl.int32), BLOCK_R)
     each = tl.cdiv(blocks, SPLITS)
     first = tl.minimum(split * each, blocks)
     last = tl.minimum(first + each, blocks)
     main = tl.minimum(last, rounds)
-    if n0 >= rows:
+    if n0 >= rows:  # of V: ranks differ between experts, the grid is made for the largest
         main = first
     row = slot // DIVISOR
     acc = zeros(FORM, KS, BLOCK_N, BLOCK_M)

@@ -22,7 +22,7 @@ def route(
 ):
     """Stable counting sort of slots by expert. grid: (ceil(S / BLOCK),)
 
-    index: [S] experts of the slots, E and above (and below 0) = none
+    index: [T, A], read as the experts of S = T A slots, E and above (and below 0) = none
     order: [S] int32, slots by expert; those without one are left out    ends: [E] int32, past the last of each expert
     tiles: [E] int32, past the last tile of BLOCK_M slots of each expert
     """
@@ -30,12 +30,13 @@ def route(
     e = tl.arange(0, EP)
     count = tl.zeros((EP,), tl.int32)
     before = tl.zeros((EP,), tl.int32)
+    # Every program counts all slots: quadratic, but without a second launch or atomics, whose order would not be stable.
     for block in range(0, tl.cdiv(S, BLOCK)):
         s = block * BLOCK + tl.arange(0, BLOCK)
         index = _known(tl.load(p_index + s, mask=s < S, other=-1), E)
-        found = tl.sum((index[:, None] == e[None, :]).to(tl.int32), 0)
-        count += found
-        before += tl.where(block < own, found, 0)
+        hits = tl.sum((index[:, None] == e[None, :]).to(tl.int32), 0)
+        count += hits
+        before += tl.where(block < own, hits, 0)
     count = tl.where(e < E, count, 0)
     ends = tl.cumsum(count, 0)
     if own == 0:
@@ -68,7 +69,7 @@ def combine(
     for a in range(0, A):
         slot = t * A + a
         expert = _known(tl.load(p_index + slot), E)
-        inside = n < tl.where(expert >= 0, N, 0)
+        inside = n < tl.where(expert >= 0, N, 0)  # parts of slots without an expert were never written
         part = tl.zeros((BLOCK,), tl.float32)
         for split in tl.static_range(SPLITS):
             part += tl.load(p_parts + (split * S + slot) * N + n, mask=inside, other=0.0)

@@ -40,7 +40,7 @@ SLOTS = tl.constexpr(1)
 SORTED = tl.constexpr(2)
 """Slots of one expert, as `route` has sorted them."""
 
-# Columns of a table (triton_layout.Place).
+# Columns of a table (layout.pack.PackColumn).
 WORDS, META, U_WORDS, U_META, V_WORDS, V_META, SIGNS_IN, SIGNS_OUT, RANK, CLASS, COLUMNS = (
     tl.constexpr(0),
     tl.constexpr(1),
@@ -84,6 +84,7 @@ def tile_slots(
         mask = m < tl.where(expert < E, 1, 0)
     else:
         e = tl.arange(0, EP)
+        # All ends at once instead of a binary search, whose loads would wait for each other.
         last_tile = tl.load(p_tiles + e, mask=e < E, other=2147483647)
         expert = tl.sum((last_tile <= tile).to(tl.int32), 0)
         known = tl.minimum(expert, E - 1)
@@ -131,6 +132,7 @@ def _add_factored(
     acc, words, first: tl.constexpr, scale, offset, x, total, STEP: tl.constexpr, BITS: tl.constexpr
 ):
     """acc + scale * codes x + offset * total on the tensor cores: STEP columns of one group."""
+    # Scales go to sums, not to weights: one multiplication a group and row, in fp32, and codes stay exact in 16 bits.
     d = tl.dot(operand(words, first, STEP, BITS, x.dtype, "factored"), x, input_precision="ieee")
     acc += d * (scale * unit_of(BITS, x.dtype))[:, :, None]
     if BITS != 16:
@@ -178,6 +180,7 @@ def zeros(FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: 
 @triton.jit
 def gathered(acc, FORM: tl.constexpr):
     """The sums [BLOCK_N, BLOCK_M] of an accumulator."""
+    # Chunks are summed here, once: KS independent sums in the loop keep the tensor cores from waiting for each other.
     if FORM == "factored":
         return tl.sum(acc, 0)
     else:

@@ -1,9 +1,9 @@
 """The GPU layout: made once from the stored tiles, bit for bit the same weights (docs/gpu.md draws it).
 
-Codes and scales are words as `triton_words` says. A compensator's factor V [R, K] is a symmetric matrix in groups of 64
+Codes and scales are words as `words.py` says. A compensator's factor V [R, K] is a symmetric matrix in groups of 64
 in the same layout. U is kept as [N, R], the left operand of U z, in blocks of 32 ranks: its codes of 3 bits take 4, one
 word for a lane of 32 ranks; its scales belong to a rank and 64 rows, `meta` [ceil(N/128), R], two groups of rows a word.
-Of E8P formats the words hold codewords (`triton_codewords`), `meta` the two fp32 scales, and the random vectors of both
+Of E8P formats the words hold codewords (`codewords.py`), `meta` the two fp32 scales, and the random vectors of both
 transforms follow as they are stored, padded to whole words. The matrices of all experts of a layer lie in one slab of
 32-bit words; a table of offsets says where.
 """
@@ -41,7 +41,7 @@ ALIGN = 32
 """Words: every part of a slab begins at a multiple of 128 bytes."""
 
 
-class Place(IntEnum):
+class PackColumn(IntEnum):
     """Columns of a table: offsets of the parts in 32-bit words, rank, and class (-1 = absent)."""
 
     WORDS = 0
@@ -78,26 +78,26 @@ def check_format(fmt: AnyFormat, shape: tuple[int, int], name: str = "weight") -
         )
 
 
-def _shapes(w: PackedWeight) -> dict[Place, tuple[int, ...]]:
+def _shapes(w: PackedWeight) -> dict[PackColumn, tuple[int, ...]]:
     """Shapes of the int32 parts of a matrix in the GPU layout."""
     (n, k), fmt = w.shape, w.format
-    shapes: dict[Place, tuple[int, ...]] = {Place.WORDS: (-(-k // CHUNK), fmt.bits, n, LANES)}
+    shapes: dict[PackColumn, tuple[int, ...]] = {PackColumn.WORDS: (-(-k // CHUNK), fmt.bits, n, LANES)}
     if isinstance(fmt, LatticeFormat):
         assert w.signs_in is not None
         assert w.signs_out is not None
-        shapes[Place.META] = (2,)
-        shapes[Place.SIGNS_IN] = (-(-w.signs_in.numel() // 4),)
-        shapes[Place.SIGNS_OUT] = (-(-w.signs_out.numel() // 4),)
+        shapes[PackColumn.META] = (2,)
+        shapes[PackColumn.SIGNS_IN] = (-(-w.signs_in.numel() // 4),)
+        shapes[PackColumn.SIGNS_OUT] = (-(-w.signs_out.numel() // 4),)
     else:
         groups = k // fmt.group_size(k)
-        shapes[Place.META] = (-(-groups // 2) if fmt.symmetric else groups, n)
+        shapes[PackColumn.META] = (-(-groups // 2) if fmt.symmetric else groups, n)
     if w.lra is not None:
         bits = COMPENSATORS[compensator_of(w.lra)]
-        shapes[Place.U_WORDS] = (_u_words(w.rank, bits), n, LANES)
-        shapes[Place.V_WORDS] = (-(-k // CHUNK), bits, w.rank, LANES)
+        shapes[PackColumn.U_WORDS] = (_u_words(w.rank, bits), n, LANES)
+        shapes[PackColumn.V_WORDS] = (-(-k // CHUNK), bits, w.rank, LANES)
         if bits < 16:
-            shapes[Place.U_META] = (-(-n // LR_GROUP // 2), w.rank)
-            shapes[Place.V_META] = (-(-k // LR_GROUP // 2), w.rank)
+            shapes[PackColumn.U_META] = (-(-n // LR_GROUP // 2), w.rank)
+            shapes[PackColumn.V_META] = (-(-k // LR_GROUP // 2), w.rank)
     return shapes
 
 
@@ -120,7 +120,7 @@ def _aligned(words: int) -> int:
     return -(-words // ALIGN) * ALIGN
 
 
-def _affine_parts(w: PackedWeight, fmt: Format) -> dict[Place, Tensor]:
+def _affine_parts(w: PackedWeight, fmt: Format) -> dict[PackColumn, Tensor]:
     """Codes and scales of a matrix."""
     n, k = w.shape
     cut = fmt.group_size(k) // BLOCK * block_bytes(fmt.bits)
@@ -130,12 +130,12 @@ def _affine_parts(w: PackedWeight, fmt: Format) -> dict[Place, Tensor]:
     scale, offset = affine.read_metadata(meta, w.scale, fmt)  # [bands, groups, 16]; exact in fp16 but for -dq
     rows = [v.permute(0, 2, 1).reshape(bands * ROWS, -1)[:n].half() for v in (scale, offset)]
     return {
-        Place.WORDS: pack_words(codes, fmt.bits),
-        Place.META: pack_meta(rows[0], None if fmt.symmetric else rows[1]),
+        PackColumn.WORDS: pack_words(codes, fmt.bits),
+        PackColumn.META: pack_meta(rows[0], None if fmt.symmetric else rows[1]),
     }
 
 
-def _lattice_parts(w: PackedWeight, fmt: LatticeFormat) -> dict[Place, Tensor]:
+def _lattice_parts(w: PackedWeight, fmt: LatticeFormat) -> dict[PackColumn, Tensor]:
     """Codewords, scales and random vectors of a matrix."""
     assert w.lattice is not None
     assert w.signs_in is not None
@@ -144,18 +144,21 @@ def _lattice_parts(w: PackedWeight, fmt: LatticeFormat) -> dict[Place, Tensor]:
     scales = torch.tensor([record.scale, record.second], device=w.packed.device)
     codes = lattice.unpack(w.packed, fmt)[: w.shape[0]]
     return {
-        Place.WORDS: pack_codewords(codes, fmt.bits),
-        Place.META: scales.view(torch.int32),
-        Place.SIGNS_IN: pad(w.signs_in, (0, -w.signs_in.numel() % 4)).view(torch.int32),
-        Place.SIGNS_OUT: pad(w.signs_out, (0, -w.signs_out.numel() % 4)).view(torch.int32),
+        PackColumn.WORDS: pack_codewords(codes, fmt.bits),
+        PackColumn.META: scales.view(torch.int32),
+        PackColumn.SIGNS_IN: pad(w.signs_in, (0, -w.signs_in.numel() % 4)).view(torch.int32),
+        PackColumn.SIGNS_OUT: pad(w.signs_out, (0, -w.signs_out.numel() % 4)).view(torch.int32),
     }
 
 
-def _parts(w: PackedWeight) -> dict[Place, Tensor]:
+def _parts(w: PackedWeight) -> dict[PackColumn, Tensor]:
     """The int32 parts of a matrix."""
     fmt = w.format
     parts = _lattice_parts(w, fmt) if isinstance(fmt, LatticeFormat) else _affine_parts(w, fmt)
-    for place, factor, length in ((Place.U_WORDS, w.lra, w.shape[0]), (Place.V_WORDS, w.lrb, w.shape[1])):
+    for place, factor, length in (
+        (PackColumn.U_WORDS, w.lra, w.shape[0]),
+        (PackColumn.V_WORDS, w.lrb, w.shape[1]),
+    ):
         if factor is None:
             continue
         bits = COMPENSATORS[compensator_of(factor)]
@@ -164,8 +167,8 @@ def _parts(w: PackedWeight) -> dict[Place, Tensor]:
         else:
             codes = unpack_stream(factor[..., :-2].contiguous(), bits).flatten(1)[:, :length]
             scales = factor[..., -2:].contiguous().view(torch.float16)[..., 0]
-            parts[Place(place + 1)] = pack_meta(scales, None)
-        if place == Place.V_WORDS:
+            parts[PackColumn(place + 1)] = pack_meta(scales, None)
+        if place == PackColumn.V_WORDS:
             parts[place] = pack_words(codes, bits)
         else:
             words = pack_words(codes.T.contiguous(), _u_bits(bits)).flatten(0, 1)
@@ -200,18 +203,18 @@ def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> Pack:
     total = sum(words_needed(w) for row in rows for w in row if w is not None)
     device = next(w.packed.device for row in rows for w in row if w is not None)
     slab = _allocate(total, device)
-    table = torch.full((len(rows), len(rows[0]), len(Place)), -1, dtype=torch.int64)
-    at = 0
+    table = torch.full((len(rows), len(rows[0]), len(PackColumn)), -1, dtype=torch.int64)
+    end = 0
     for e, row in enumerate(rows):
         for p, w in enumerate(row):
-            table[e, p, Place.CLASS] = kinds.index(classes[e])
+            table[e, p, PackColumn.CLASS] = kinds.index(classes[e])
             if w is None:
                 continue
-            table[e, p, Place.RANK] = w.rank
+            table[e, p, PackColumn.RANK] = w.rank
             for place, part in _parts(w).items():
-                table[e, p, place] = at
-                slab[at : at + part.numel()] = part.flatten()
-                at += _aligned(part.numel())
+                table[e, p, place] = end
+                slab[end : end + part.numel()] = part.flatten()
+                end += _aligned(part.numel())
     merged = tuple(
         tuple(_merge([codings[e][p] for e, c in enumerate(classes) if c == kind]) for p in range(len(kind)))
         for kind in kinds
@@ -243,7 +246,7 @@ def restore(pack: Pack) -> list[list[PackedWeight | None]]:
     table, slab = pack.table.cpu(), pack.slab
     rows: list[list[PackedWeight | None]] = []
     for e in range(table.shape[0]):
-        codings = pack.codings[int(table[e, 0, Place.CLASS])]
+        codings = pack.codings[int(table[e, 0, PackColumn.CLASS])]
         rows.append(
             [
                 None if c.bits == 0 else _restore(slab, table[e, p].tolist(), c, pack.shapes[p])
@@ -255,12 +258,12 @@ def restore(pack: Pack) -> list[list[PackedWeight | None]]:
 
 def _restore(slab: Tensor, row: list[int], c: Coding, shape: tuple[int, int]) -> PackedWeight:
     n, k = shape
-    words = _part(slab, row[Place.WORDS], (-(-k // CHUNK), c.bits, n, LANES))
+    words = _part(slab, row[PackColumn.WORDS], (-(-k // CHUNK), c.bits, n, LANES))
     weight = (
         _restore_lattice(slab, row, c, shape, words) if c.e8p else _restore_affine(slab, row, c, shape, words)
     )
-    if row[Place.RANK] > 0:
-        for key, place, length in (("lra", Place.U_WORDS, n), ("lrb", Place.V_WORDS, k)):
+    if row[PackColumn.RANK] > 0:
+        for key, place, length in (("lra", PackColumn.U_WORDS, n), ("lrb", PackColumn.V_WORDS, k)):
             weight[key] = _restore_factor(slab, row, place, c.rank_bits, length)
     return PackedWeight(shape=shape, **weight)
 
@@ -271,7 +274,7 @@ def _restore_affine(
     n, k = shape
     fmt = Format(bits=c.bits, group=c.group or k, symmetric=c.symmetric)
     groups = k // fmt.group
-    meta = _part(slab, row[Place.META], (-(-groups // 2) if c.symmetric else groups, n))
+    meta = _part(slab, row[PackColumn.META], (-(-groups // 2) if c.symmetric else groups, n))
     scale, offset = unpack_meta(meta, groups, c.symmetric)
     grid = affine.make_grid(scale.float(), None if offset is None else offset.float(), fmt)
     return {"packed": affine.encode(unpack_words(words, k), grid, fmt)}
@@ -282,20 +285,20 @@ def _restore_lattice(
 ) -> dict[str, Tensor]:
     n, k = shape
     fmt = LatticeFormat(codebook="e8p", bits=c.bits)
-    scale, second = _part(slab, row[Place.META], (2,)).view(torch.float32).tolist()
+    scale, second = _part(slab, row[PackColumn.META], (2,)).view(torch.float32).tolist()
     parts = {
         "packed": lattice.pack(unpack_codewords(words, k), fmt),
         "lattice": lattice.Record(format=fmt, scale=scale, second=second).to_tensor().to(slab.device),
     }
-    for name, place, length in (("signs_in", Place.SIGNS_IN, k), ("signs_out", Place.SIGNS_OUT, n)):
+    for name, place, length in (("signs_in", PackColumn.SIGNS_IN, k), ("signs_out", PackColumn.SIGNS_OUT, n)):
         size = signs_bytes(fmt.transform, length, tuned=c.tuned)
         parts[name] = _part(slab, row[place], (-(-size // 4),)).view(torch.uint8)[:size].clone()
     return parts
 
 
-def _restore_factor(slab: Tensor, row: list[int], place: Place, bits: int, length: int) -> Tensor:
-    rank = row[Place.RANK]
-    if place == Place.V_WORDS:
+def _restore_factor(slab: Tensor, row: list[int], place: PackColumn, bits: int, length: int) -> Tensor:
+    rank = row[PackColumn.RANK]
+    if place == PackColumn.V_WORDS:
         codes = unpack_words(_part(slab, row[place], (-(-length // CHUNK), bits, rank, LANES)), length)
     else:
         words = _part(slab, row[place], (_u_words(rank, bits), length, LANES))
@@ -312,5 +315,5 @@ def _restore_factor(slab: Tensor, row: list[int], place: Place, bits: int, lengt
     return encode_factor(values, scale, {b: name for name, b in COMPENSATORS.items()}[bits])
 
 
-def _part(slab: Tensor, at: int, shape: tuple[int, ...]) -> Tensor:
-    return slab[at : at + torch.Size(shape).numel()].view(shape)
+def _part(slab: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
+    return slab[offset : offset + torch.Size(shape).numel()].view(shape)
