@@ -1,4 +1,4 @@
-"""A packed matrix as the native library takes it: addresses, sizes and encoding, its parts checked against each other."""
+"""A packed matrix as the native library takes it: addresses, sizes, encoding, its parts checked against each other."""
 
 import ctypes
 from functools import cache, lru_cache
