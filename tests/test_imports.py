@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "signals": set(),
     "recipe": {"errors"},
-    "models": {"errors"},
+    "models": {"errors", "checkpoint", "kernels"},
     "checkpoint": BASE,
     "formats": BASE | {"checkpoint"},
     "quantize": BASE | {"checkpoint", "formats", "kernels", "models", "__init__"},

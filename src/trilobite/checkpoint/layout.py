@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trilobite.checkpoint.source import DTYPES
+from trilobite.checkpoint.source import DTYPES, ROWS
 
 ALIGN = 64
 
@@ -32,11 +32,13 @@ class Unit:
     """Tensors that are written together, in file order.
 
     block: units of one block (the experts of a layer) stay in one file
+    rows: N of a matrix whose last tiles are partial; the others' tiles tell it
     """
 
     name: str
     tensors: tuple[StoredTensor, ...]
     block: str
+    rows: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +56,8 @@ class Shard:
 
     def header(self) -> bytes:
         """The safetensors header; padded with spaces so that the data starts at a multiple of 64 bytes."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        rows = {unit.name: unit.rows for unit in self.units if unit.rows is not None}
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt", ROWS: json.dumps(rows)}}
         at = 0
         for unit in self.units:
             for t in unit.tensors:

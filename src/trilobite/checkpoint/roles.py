@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from trilobite.checkpoint.source import Source
-from trilobite.checkpoint.unpack import MX_GROUP, dequantize_blocks, dequantize_mxfp4
+from trilobite.checkpoint.unpack import (
+    MX_GROUP,
+    UNPACKABLE,
+    dequantize_blocks,
+    dequantize_mxfp4,
+    quantization_of,
+)
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.recipe import Role
 
@@ -173,13 +179,7 @@ def identify(
 
     Raises CheckpointError when the checkpoint is already quantized.
     """
-    quantization = source.config.get("quantization_config") or {}
-    method = quantization.get("quant_method")
-    if method not in (None, "fp8", "mxfp4"):
-        raise CheckpointError(
-            f"{source.path}: already quantized with {method!r}; expected 16-bit, fp8 or mxfp4 weights: "
-            "compress the original checkpoint"
-        )
+    quantization = quantization_of(source, *UNPACKABLE)
     block = quantization.get("weight_block_size") or (128, 128)
     scales = {name: scale for name in source.tensors if (scale := _scale_of(source, name))}
     consumed = set(scales.values())

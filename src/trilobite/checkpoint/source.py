@@ -42,6 +42,8 @@ DTYPES: dict[str, torch.dtype] = {
 if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
+ROWS = "rows"
+"""Key of a header's metadata in files that we wrote: N by name, of packed matrices whose last tiles are partial."""
 INDEX = "model.safetensors.index.json"
 INCOMPLETE = "the copy is incomplete: copy it again"
 MAX_HEADER = 100_000_000
@@ -79,6 +81,7 @@ class _File:
     size: int
     mtime_ns: int
     data_start: int
+    rows: dict[str, int] | None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,16 @@ class Source:
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     files: dict[Path, _File]
+
+    @property
+    def rows(self) -> dict[str, int] | None:
+        """N of the packed matrices whose last tiles are partial; None for files that do not say."""
+        found: dict[str, int] = {}
+        for file in self.files.values():
+            if file.rows is None:
+                return None
+            found.update(file.rows)
+        return found
 
     def read(self, name: str) -> Tensor:
         """One tensor. Its memory is a private mapping of the file, released when the tensor is freed."""
@@ -320,14 +333,23 @@ def _read_header(path: Path) -> tuple[_File, dict[str, TensorInfo]]:
         entries = json.loads(header, object_pairs_hook=_without_duplicates)
         if not isinstance(entries, dict):
             raise ValueError(f"a {type(entries).__name__}, not an object")
-        entries.pop("__metadata__", None)
+        rows = _rows(entries.pop("__metadata__", None))
         found = {name: _tensor_info(path, 8 + length, name, entry) for name, entry in entries.items()}
     except (ValueError, RecursionError) as e:
         if isinstance(e, CheckpointError):
             raise
         raise CheckpointError(f"{path}: the header is garbage ({_one_line(e)}); copy it again") from e
     _check_extent(path, stat.st_size, 8 + length, found)
-    return _File(size=stat.st_size, mtime_ns=stat.st_mtime_ns, data_start=8 + length), found
+    return _File(size=stat.st_size, mtime_ns=stat.st_mtime_ns, data_start=8 + length, rows=rows), found
+
+
+def _rows(metadata: Any) -> dict[str, int] | None:
+    if not isinstance(metadata, dict) or ROWS not in metadata:
+        return None
+    rows = json.loads(metadata[ROWS]) if isinstance(metadata[ROWS], str) else None
+    if not isinstance(rows, dict) or not _naturals(list(rows.values())):
+        raise ValueError(f"{ROWS} {metadata[ROWS]!r} is no object of sizes by name")
+    return rows
 
 
 def _tensor_info(path: Path, data_start: int, name: str, entry: Any) -> TensorInfo:

@@ -3,16 +3,39 @@
 bf16 is what these models' own code dequantizes to, so errors are measured against the model that people run.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from trilobite.checkpoint.source import Source
 from trilobite.errors import CheckpointError
+
+UNPACKABLE = ("fp8", "mxfp4")
+"""quant_method of the originals that we read."""
 
 MX_GROUP = 32
 """Values that share one MXFP4 scale."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of a 4-bit float; the highest of the four bits is the sign."""
+
+
+def quantization_of(source: Source, *methods: str) -> dict[str, Any]:
+    """How config.json says that the weights are quantized, {} for 16 bit. Raises CheckpointError for another method."""
+    found = source.config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if found is None or method in methods:
+        return found or {}
+    if not isinstance(method, str):
+        raise CheckpointError(
+            f"{source.path / 'config.json'}: quantization_config has no quant_method; expected the name of a method: "
+            "correct it, or copy it again"
+        )
+    raise CheckpointError(
+        f"{source.path}: already quantized with {method!r}; expected 16-bit, fp8 or mxfp4 weights: take the original "
+        "checkpoint"
+    )
 
 
 def dequantize_blocks(w: Tensor, scale: Tensor, block: tuple[int, int], name: str) -> Tensor:

@@ -8,6 +8,7 @@ import typer
 from trilobite.cli.compress import print_kept, print_report
 from trilobite.cli.console import Progress, count, number, print_json, print_table, size
 from trilobite.cli.options import JsonOption, RevisionOption, named
+from trilobite.errors import CheckpointError
 
 if TYPE_CHECKING:
     from trilobite.checkpoint.summary import RoleSummary
@@ -65,7 +66,8 @@ def inspect(
 
 def _names_trilobite(config: dict[str, Any]) -> bool:
     """Whether this is the config.json of a packed checkpoint, whose report may be lost."""
-    return (config.get("quantization_config") or {}).get("quant_method") == "trilobite"
+    found = config.get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == "trilobite"
 
 
 def _original(
@@ -118,26 +120,31 @@ def _print_original(title: str, rows: "list[RoleSummary]", sampled: "dict[Any, R
 
 
 def _inspect_packed(path: Path, json: bool) -> None:
-    from trilobite.checkpoint.packed import read_report
+    from trilobite.checkpoint.packed import REPORT, read_report
     from trilobite.checkpoint.source import open_source
     from trilobite.checkpoint.summary import bytes_on_disk
     from trilobite.quantize.plan.report import account, report
 
     found = read_report(path)
     open_source(str(path))
-    made = report(found["tensors"], bytes_on_disk=bytes_on_disk(path))
-    recipe = found["identity"]["recipe"]["name"]
+    try:
+        made = report(found["tensors"], bytes_on_disk=bytes_on_disk(path))
+        accounts = account(found["tensors"])
+        head = {key: found[key] for key in ("format_version", "rank", "source")}
+        recipe = str(found["identity"]["recipe"]["name"])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"{path / REPORT}: damaged ({type(e).__name__}: {e}); copy the file again"
+        ) from e
     if json:
-        head = {"path": str(path), "kind": "packed", "format_version": found["format_version"]}
-        head |= {"recipe": recipe, "rank": found["rank"], "source": found["source"]}
-        accounts = [a.to_dict() for a in account(found["tensors"])]
-        print_json(head | made.to_dict() | {"accounts": accounts})
+        head = {"path": str(path), "kind": "packed", "recipe": recipe} | head
+        print_json(head | made.to_dict() | {"accounts": [a.to_dict() for a in accounts]})
         return
-    ranks = f", ranks {found['rank']}" if found["rank"] else ""
+    ranks = f", ranks {head['rank']}" if head["rank"] else ""
     print_report(
-        made, f"{path}: packed from {found['source']} with {recipe}{ranks}, format {found['format_version']}"
+        made, f"{path}: packed from {head['source']} with {recipe}{ranks}, format {head['format_version']}"
     )
-    _print_accounts(account(found["tensors"]))
+    _print_accounts(accounts)
     print_kept(made)
 
 

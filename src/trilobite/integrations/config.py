@@ -17,8 +17,9 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """quantization_config of a packed checkpoint, or the wish to quantize on load.
 
     recipe: a preset's name, a YAML file, or a recipe as a mapping    format_version: of the packed checkpoint
-    tensors: dtypes and shapes by name, and folder, where they are, are set by `trilobite.load`: it has no checkpoint
-    files to look them up in
+    keep_unmatched: when quantizing on load, keep what no role and no part of the model claims (`--keep-unmatched`)
+    tensors: dtypes and shapes by name, rows: N where tiles do not tell it, and folder, where they are, are set by
+    `trilobite.load`: it has no checkpoint files to look them up in
     activations, threads: as in `trilobite.load`, of a model that is quantized while it loads; not stored
     """
 
@@ -26,7 +27,9 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self,
         recipe: str | dict[str, Any] = "milo-s1",
         format_version: int = FORMAT_VERSION,
+        keep_unmatched: bool = False,
         tensors: Tensors | None = None,
+        rows: dict[str, int] | None = None,
         folder: str | None = None,
         activations: str = "exact",
         threads: int | None = None,
@@ -36,7 +39,9 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = METHOD
         self.recipe = recipe
         self.format_version = format_version
+        self.keep_unmatched = keep_unmatched
         self.tensors = tensors
+        self.rows = rows
         self.folder = folder
         self.activations, self.threads = activations, threads
 

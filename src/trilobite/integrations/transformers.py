@@ -24,6 +24,7 @@ from trilobite.errors import CheckpointError, RecipeError
 from trilobite.integrations.config import Tensors, TrilobiteConfig
 from trilobite.integrations.saving import notes_of, save_packed
 from trilobite.kernels.layer import CpuSettings
+from trilobite.models.experts import EXPERT_NAME
 from trilobite.models.names import memory_names
 from trilobite.quantize.plan.plan import Plan, PlanLine
 from trilobite.quantize.run.compress import prepare
@@ -32,10 +33,10 @@ from trilobite.quantize.run.metadata import packed_report
 from trilobite.quantize.run.one_line import quantize_line
 from trilobite.quantize.threads import single_threaded_torch
 from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
-from trilobite.runtime.modules.experts import EXPERT_NAME, PackedExperts
+from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.matrix import PackedMatrix
-from trilobite.runtime.modules.swap import configure, finish, group_parts, on_meta, swap_modules
+from trilobite.runtime.modules.swap import check_rows, configure, finish, group_parts, on_meta, swap_modules
 
 
 class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -85,18 +86,24 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> None:
         translate = memory_names(model)
         known, folder = self.quantization_config.tensors, self.quantization_config.folder
+        rows = self.quantization_config.rows
         self.quantization_config.tensors = self.quantization_config.folder = None
+        self.quantization_config.rows = None
         if known is None:
             if not checkpoint_files:
                 raise CheckpointError("no checkpoint files to load; expected a folder with safetensors files")
             folder = str(Path(checkpoint_files[0]).parent)
             self.source = open_source(folder)
-            known = self._stored(self.source)
+            known, rows = self._stored(self.source), self.source.rows
         if self.pre_quantized and folder is not None:
             self.notes = notes_of(Path(folder))
         swap_modules(model, group_parts({translate(name): t for name, t in on_meta(known).items()}))
         if not self.pre_quantized:
             self._expect_originals(model, translate)
+        elif rows is not None:
+            check_rows(
+                model, {translate(f"{n}_packed").removesuffix(".weight_packed"): rows[n] for n in rows}
+            )
 
     def _stored(self, source: Source) -> Tensors:
         """dtype and shape of every packed tensor: on disk, or planned when quantizing on load."""
@@ -109,7 +116,7 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"recipe {chosen.name}: needs a calibration text, which from_pretrained cannot take; run `trilobite "
                 "compress --calibration` and load what it makes"
             )
-        self.plan = prepare(source, chosen)
+        self.plan = prepare(source, chosen, keep_unmatched=self.quantization_config.keep_unmatched)
         packed = [line for line in self.plan.lines if line.format is not None]
         return {t.name: (DTYPES[t.dtype], t.shape) for line in packed for t in line.stored}
 

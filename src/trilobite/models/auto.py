@@ -7,19 +7,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from trilobite.checkpoint.source import Source
 from trilobite.errors import ArchitectureError, CheckpointError
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "n_layers",
+    "depth",
+)
 
-def read_config(path: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
-    """The configuration of a checkpoint's folder as transformers' own class for its model_type.
 
-    raw: its config.json
+def read_config(source: Source) -> PreTrainedConfig:
+    """The configuration of a checkpoint as transformers' own class for its model_type.
+
     Raises ArchitectureError for a model_type that nobody here knows, CheckpointError for code from elsewhere.
     """
+    path, raw = source.path, source.config
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if raw.get("auto_map"):
@@ -31,13 +44,20 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
             f"{path}: model_type {kind!r} is unknown to transformers and to trilobite; upgrade transformers"
         )
     _refuse_hub_kernels(path, raw)
+    _refuse_endless(source, raw)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, KeyError) as e:
-        reason = " ".join(str(e).split())
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as e:  # what transformers' code makes of odd values has no common class
+        reason = " ".join(str(e).split())[:200]
         raise CheckpointError(
-            f"{path / 'config.json'}: {reason}; copy the file of this {kind} checkpoint again"
+            f"{path / 'config.json'}: no configuration of a {kind} ({reason}); correct it, or copy it again"
         ) from e
+    if config.dtype not in (None, *FLOATS):
+        raise CheckpointError(
+            f"{path / 'config.json'}: dtype {raw.get('dtype', raw.get('torch_dtype'))!r}; expected bfloat16, float16 or "
+            "float32: correct it, or copy it again"
+        )
+    return config
 
 
 def _refuse_hub_kernels(path: Path, raw: Mapping[str, Any]) -> None:
@@ -49,6 +69,18 @@ def _refuse_hub_kernels(path: Path, raw: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{path / 'config.json'}: {key} {value!r} is code from a hub repository, which trilobite never runs; "
                 "delete the key"
+            )
+
+
+def _refuse_endless(source: Source, raw: Mapping[str, Any]) -> None:
+    """Every layer has a tensor, at the least; a model of 10^9 layers would only take for ever to build."""
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            _refuse_endless(source, value)
+        elif key in LAYERS and type(value) is int and value > len(source.tensors):
+            raise CheckpointError(
+                f"{source.path / 'config.json'}: {key} {value}, and the checkpoint has {len(source.tensors)} tensors; "
+                "correct it, or copy the checkpoint again"
             )
 
 

@@ -4,12 +4,11 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -18,11 +17,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from trilobite.checkpoint.layout import ALIGN
-from trilobite.checkpoint.packed import check_finished, check_version, read_report
+from trilobite.checkpoint.packed import REPORT, check_finished, check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
-from trilobite.errors import ArchitectureError, CheckpointError, DeviceError
+from trilobite.checkpoint.unpack import UNPACKABLE, quantization_of
+from trilobite.errors import CheckpointError, DeviceError, TrilobiteError
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
+from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.modules.swap import configure
 
 EXPERT_PART = re.compile(r"(.*\.experts)\.\d+\..*\.weight_")
@@ -51,27 +52,23 @@ def load(
     settings = CpuSettings(activations, threads)
     check_finished(Path(path_or_id))
     source = open_source(path_or_id)
+    quantization = quantization_of(source, "trilobite", *UNPACKABLE)
+    packed = quantization.get("quant_method") == "trilobite"
+    if packed:
+        check_version(quantization.get("format_version"), str(source.path))
+        if (source.path / REPORT).exists():
+            read_report(source.path)
     tensors = map_tensors(source)
-    config = _config(source)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = (
-            quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        )
-        if method == "trilobite":
-            check_version(quantization.get("format_version"), str(source.path))
-            known = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-            config.quantization_config = {**quantization, "tensors": known, "folder": str(source.path)}
-    with _no_progress_bar():
-        model, report = _model_class(config, source).from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=dtype or "auto",
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by an error of our own
-        )
+    config = read_config(source)
+    if packed:
+        known = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        config.quantization_config = {
+            **quantization,
+            "tensors": known,
+            "rows": source.rows,
+            "folder": str(source.path),
+        }
+    model, report = _from_tensors(config, source, tensors, dtype)
     for name, *shapes in sorted(report["mismatched_keys"]):
         have, wanted = map(tuple, shapes)
         raise CheckpointError(
@@ -104,6 +101,29 @@ def _generation_config(folder: Path) -> GenerationConfig:
             f"{folder / 'generation_config.json'}: cannot be read: {e}; copy it again, or delete it"
         ) from e
     return config
+
+
+def _from_tensors(
+    config: PreTrainedConfig, source: Source, tensors: dict[str, Tensor], dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, Any]:
+    """The model with its tensors in it, and what did not fit."""
+    kind = model_class(config, source)
+    try:
+        with _no_progress_bar():
+            return kind.from_pretrained(  # type: ignore[no-any-return]
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype or "auto",
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported by an error of our own
+            )
+    except TrilobiteError:
+        raise
+    except Exception:
+        skeleton(config, source)  # says so where the configuration is to blame
+        raise
 
 
 def _to_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
@@ -171,20 +191,3 @@ def _stretches(source: Source) -> Iterator[list[str]]:
         else:
             yield [name]
     yield from layers.values()
-
-
-def _config(source: Source) -> PreTrainedConfig:
-    if (source.config.get("quantization_config") or {}).get("quant_method") == "trilobite" and (
-        source.path / "trilobite.json"
-    ).exists():
-        read_report(source.path)
-    return read_config(source.path, source.config)
-
-
-def _model_class(config: PreTrainedConfig, source: Source) -> type[PreTrainedModel]:
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
-        if type(config) in mapping:
-            return mapping[type(config)]  # type: ignore[no-any-return]
-    raise ArchitectureError(
-        f"{source.path}: {type(config).__name__} has no text generation model in transformers"
-    )

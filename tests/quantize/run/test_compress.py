@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from support.architectures import TINY_CONFIGS, build_checkpoint
 from support.paths import SRC
 from support.runs import PlugPulled, digests, looks_complete
+from transformers import AutoModelForCausalLM
 
 from trilobite.checkpoint import packed as packed_module
 from trilobite.checkpoint.guard import CARD, FIELD
@@ -444,11 +445,9 @@ def test_weights_out_of_range(copy: Path, tmp_path: Path) -> None:
 
 def test_experts_that_do_not_divide_write_nothing(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    source.mkdir()
-    save_file(
-        {"model.layers.0.mlp.experts.0.down_proj.weight": torch.ones(32, 40)}, source / "model.safetensors"
-    )
-    (source / "config.json").write_text('{"model_type": "qwen3_moe", "hidden_size": 32}')
+    config = TINY_CONFIGS["qwen3_moe"]()
+    config.moe_intermediate_size = 40
+    AutoModelForCausalLM.from_config(config).save_pretrained(source)
     with pytest.raises(ShapeError, match="K=40"):
         run(source, tmp_path / "dst", load_recipe("rtn3"))
     assert not (tmp_path / "dst").exists()
@@ -614,17 +613,36 @@ def test_peak_memory(tmp_path: Path) -> None:
 
     A checkpoint of 0.7 GB in bf16, beside half a gigabyte of libraries, would show its whole weight.
     """
-    source, size, count = tmp_path / "source", 4096, 20
+    source, size, layers = tmp_path / "source", 4096, 10
     source.mkdir()
     if shutil.disk_usage(tmp_path).free < 3 * 2**30:
         pytest.skip("less than 3 GB of disk")
     if not Path("/proc/self/status").exists():
         pytest.skip("this system does not tell a process's peak memory")
     w = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).bfloat16() * 0.02
-    for i in range(1, count + 1):
-        name = f"model.layers.{i}.self_attn.q_proj.weight"
-        save_file({name: w}, source / f"model-{i:05d}-of-{count:05d}.safetensors")
-    (source / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": size}))
+    small, norm = w[:128].contiguous(), torch.ones(size).bfloat16()
+    ends = {"model.embed_tokens.weight": w[:32].contiguous(), "model.norm.weight": norm}
+    for i in range(layers):
+        attention = {"q": w, "o": w.clone(), "k": small, "v": small.clone()}
+        mlp = {"gate": w[:32].contiguous(), "up": w[:32].clone(), "down": w[:, :32].contiguous()}
+        parts = {f"self_attn.{p}_proj": t for p, t in attention.items()}
+        parts |= {f"mlp.{p}_proj": t for p, t in mlp.items()}
+        parts |= {"input_layernorm": norm, "post_attention_layernorm": norm.clone()}
+        tensors = {f"model.layers.{i}.{name}.weight": t for name, t in parts.items()} | (
+            ends if i == 0 else {}
+        )
+        save_file(
+            {n: t.clone() for n, t in tensors.items()},
+            source / f"model-{i + 1:05d}-of-{layers:05d}.safetensors",
+        )
+    sizes = {"hidden_size": size, "intermediate_size": 32, "num_hidden_layers": layers, "vocab_size": 32}
+    heads = {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    }
+    (source / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes | heads))
     environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(source), str(tmp_path / "dst"), "rtn3"]
     try:

@@ -67,8 +67,8 @@ def quantize_band(
     assert w.shape == original.shape == residual.shape
     assert residual.is_contiguous()
     assert residual.dtype == torch.float32
-    scale = torch.empty(n, shape[1])
-    offset = None if fmt.symmetric else torch.empty(n, shape[1])
+    scale = torch.empty(n, shape[1], dtype=torch.float32)
+    offset = None if fmt.symmetric else torch.empty(n, shape[1], dtype=torch.float32)
     tiles = torch.empty(shape, dtype=torch.uint8) if packed else None
     tensors = (w, scale, offset, original, residual, tiles)
     pointers = [None if t is None else t.data_ptr() for t in tensors]

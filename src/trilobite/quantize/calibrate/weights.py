@@ -4,8 +4,7 @@ A block's weights come from the checkpoint through transformers' own conversion 
 go back to nothing when the block is done.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging
 
 from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import DTYPES, Source
@@ -22,6 +20,7 @@ from trilobite.checkpoint.unpack import dequantize_blocks, dequantize_mxfp4
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.models.auto import read_config
 from trilobite.models.names import memory_names
+from trilobite.models.quiet import quiet
 from trilobite.quantize.calibrate.stacked_experts import expert_matrix
 
 
@@ -103,7 +102,7 @@ class BlockWeights:
             weight_mapping=get_model_conversion_mapping(self.model),
             device_map={"": self.device},
         )
-        with _quiet():
+        with quiet():
             found, _ = convert_and_load_state_dict_in_model(self.model, tensors, config)
         prefix = f"{block}." if block else ""
         wanted = {
@@ -162,7 +161,7 @@ class BlockWeights:
 
 def _skeleton(source: Source, device: torch.device) -> PreTrainedModel:
     """The model on meta, with real values in the buffers that no checkpoint holds (rotary frequencies)."""
-    config = read_config(source.path, source.config)
+    config = read_config(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ArchitectureError(
             f"{source.path}: {type(config).__name__} has no causal language model in transformers, and calibration "
@@ -172,7 +171,7 @@ def _skeleton(source: Source, device: torch.device) -> PreTrainedModel:
         del config.quantization_config
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else _body_dtype(source)
-    with _quiet(), torch.device("meta"):
+    with quiet(), torch.device("meta"):
         model: PreTrainedModel = kind._from_config(config, dtype=dtype)
     owners = [(m, name) for m in model.modules() for name in m._non_persistent_buffers_set]
     for module, name in owners:
@@ -227,17 +226,3 @@ def _original(source: Source, matrix: Matrix) -> tuple[str, Tensor]:
         return matrix.source, dequantize_blocks(w, scale, view.block, matrix.source)
     # gpt-oss keeps its experts as [E, K, N] in 16 bit, and as blocks of rows in MXFP4.
     return matrix.source.removesuffix("_blocks"), dequantize_mxfp4(w, scale).mT.contiguous()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and notes of transformers."""
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()

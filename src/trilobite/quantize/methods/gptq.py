@@ -111,7 +111,7 @@ def _order(hessian: Tensor, method: str) -> _Order:
     else:
         columns = hessian.diagonal().argsort(descending=True, stable=True)
         upper = inverse_factor(hessian[columns][:, columns])
-    cost = torch.empty(k, device=hessian.device)
+    cost = torch.empty(k, dtype=torch.float32, device=hessian.device)
     cost[columns] = upper.diagonal().square().reciprocal()
     return _Order(columns=columns, upper=upper, cost=cost / cost.mean())
 
@@ -160,7 +160,11 @@ def _round_columns(
     group, top = fmt.group_size(k), 2**fmt.bits - 1
     work = w.T[order.columns].contiguous()  # [K, N]: a column is a contiguous row
     codes = torch.empty((k, n), dtype=torch.uint8, device=w.device)
-    scales = torch.empty((k // group, n), device=w.device) if known is None else known.scale.T.contiguous()
+    scales = (
+        torch.empty((k // group, n), dtype=torch.float32, device=w.device)
+        if known is None
+        else known.scale.T.contiguous()
+    )
     offsets = torch.empty_like(scales) if known is None else known.offset.T.contiguous()
     columns = order.columns.tolist()
     for start, stop in _lazy_blocks(k, group):

@@ -34,7 +34,7 @@ class HessianSum:
         """x: [T, K] any float dtype."""
         x = x.float()
         if self.total is None:
-            self.total = torch.zeros((x.shape[1], x.shape[1]), device=x.device)
+            self.total = torch.zeros((x.shape[1], x.shape[1]), dtype=torch.float32, device=x.device)
         self.total.addmm_(x.T, x)
         self.tokens += len(x)
 

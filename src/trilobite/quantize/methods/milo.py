@@ -76,7 +76,7 @@ def milo(
     """
     draft = "search" if method == "ldlq" else method
     norm = math.sqrt(sum(sum_of_squares(check_finite(w[rows].float())) for rows in bands(*w.shape)))
-    work = torch.empty(w.shape, device=w.device)
+    work = torch.empty(w.shape, dtype=torch.float32, device=w.device)
     best: Factors | None = None
     last: Factors | None = None
     errors: list[float] = []

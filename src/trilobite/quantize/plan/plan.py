@@ -13,7 +13,7 @@ from torch import Tensor
 from trilobite.checkpoint.layout import StoredTensor
 from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
 from trilobite.checkpoint.source import DTYPES, Source
-from trilobite.errors import CheckpointError, RecipeError, ShapeError
+from trilobite.errors import ArchitectureError, CheckpointError, RecipeError, ShapeError
 from trilobite.formats.bitpack import BLOCK
 from trilobite.formats.incoherence import fitting_transform
 from trilobite.formats.lattice import DIM
@@ -123,6 +123,7 @@ def make_plan(
     frequency: Mapping[int, Sequence[int]] | None = None,
     known_ranks: Mapping[str, int] | None = None,
     tuned: bool = False,
+    unfit: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Resolve a recipe for a checkpoint.
@@ -130,15 +131,16 @@ def make_plan(
     Reads weights only for a kurtosis policy. frequency: tokens per layer and expert, for a frequency policy.
     known_ranks: ranks by matrix that an earlier call for the same checkpoint and recipe found, to be taken as they are.
     tuned: leave room for tuned vectors of lattice formats
-    Raises RecipeError and ShapeError when the recipe does not fit, CheckpointError for an impossible hidden size;
-    nothing has been written then.
+    unfit: why matrices cannot run packed, by name: they stay in 16 bit, unless they are experts
+    Raises RecipeError, ArchitectureError and ShapeError when the recipe does not fit, CheckpointError for an impossible
+    hidden size; nothing has been written then.
     """
     _check_roles(recipe)
     hidden = _hidden_size(source)
     experts = 1 + max((m.expert for m in matrices if m.expert is not None), default=-1)
     shared = any(m.role is Role.SHARED_EXPERT for m in matrices)
     rank = resolve_auto_rank(recipe.rank, experts=experts, shared=shared)
-    lines = [_line(source, m, recipe, tuned=tuned) for m in matrices]
+    lines = [_line(source, m, recipe, (unfit or {}).get(m.name, ""), tuned=tuned) for m in matrices]
     _check_experts(lines)
     lines = _whole_tensors(source, lines)
     if not any(line.format for line in lines):
@@ -192,7 +194,7 @@ def _check_experts(lines: Sequence[PlanLine]) -> None:
             )
 
 
-def _line(source: Source, m: Matrix, recipe: Recipe, *, tuned: bool) -> PlanLine:
+def _line(source: Source, m: Matrix, recipe: Recipe, unfit: str, *, tuned: bool) -> PlanLine:
     rule = recipe.rule_for(m.role, m.name, m.layer)
     if not m.quantizable:
         return _kept(source, m, "not a matrix" if len(m.shape) != 2 else f"{m.role.value} stays in 16 bit")
@@ -202,6 +204,10 @@ def _line(source: Source, m: Matrix, recipe: Recipe, *, tuned: bool) -> PlanLine
         return _kept(source, m, "kept by the recipe")
     if m.role is Role.HEAD and text_config(source).get("tie_word_embeddings"):
         return _kept(source, m, "tied to the embedding")
+    if unfit and m.role is Role.EXPERT:
+        raise ArchitectureError(f"{m.name}: {unfit}")
+    if unfit:
+        return _kept(source, m, unfit)
     n, k = m.shape
     fmt, note = _fitting(rule.format, n, k)
     if fmt is None:

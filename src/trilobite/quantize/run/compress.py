@@ -12,6 +12,7 @@ from trilobite.checkpoint.layout import Unit
 from trilobite.checkpoint.packed import PARTIAL, REPORT, PackedWriter
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
+from trilobite.formats.bitpack import ROWS
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.plan.plan import Plan, PlanLine, Progress, make_plan
@@ -50,11 +51,15 @@ def prepare(
     tuned: leave room for fine-tuned sign vectors
     Raises ArchitectureError, CheckpointError, RecipeError or ShapeError; nothing is written.
     """
+    # Brings transformers along, which `trilobite --help` need not wait for.
+    from trilobite.quantize.plan.expected import unfit_matrices
+
     matrices = identify(source, extra_rules=recipe.roles, keep_unmatched=keep_unmatched)
     return make_plan(
         source,
         matrices,
         recipe,
+        unfit=unfit_matrices(source, matrices, keep_unmatched=keep_unmatched),
         frequency=frequency,
         known_ranks=known_ranks,
         tuned=tuned,
@@ -133,7 +138,12 @@ def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration |
 
 def _unit(line: PlanLine) -> Unit:
     m = line.matrix
-    return Unit(name=m.name, tensors=line.stored, block=m.name if m.expert is None else f"{m.layer}.experts")
+    return Unit(
+        name=m.name,
+        tensors=line.stored,
+        block=m.name if m.expert is None else f"{m.layer}.experts",
+        rows=m.shape[0] if line.format and m.shape[0] % ROWS else None,
+    )
 
 
 def _pack(work: Work, calibrator: "Calibrator | None") -> tuple[int, TunedStore]:

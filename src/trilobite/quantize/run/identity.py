@@ -32,11 +32,12 @@ def run_identity(
     calibration: the identity of one, for recipes that need it
     """
     kernels = f"kernels {cpu_quantize.tier()}" if device.type == "cpu" else f"torch on {device.type}"
+    code = f"trilobite {trilobite.__version__}, format {FORMAT_VERSION} with rows"
     identity: dict[str, Any] = {
         "source": source.fingerprint(),
         "recipe": recipe.to_dict(),
         "frequency": _digest(frequency),
-        "version": f"trilobite {trilobite.__version__}, format {FORMAT_VERSION}, torch {torch.__version__}, {kernels}",
+        "version": f"{code}, torch {torch.__version__}, {kernels}",
     }
     if calibration is not None:
         identity["calibration"] = calibration

@@ -1,28 +1,23 @@
 """PackedExperts: one module in the place of every `*Experts` module of transformers."""
 
-import re
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
 from trilobite.kernels.layer import Codings, ExpertsLayer, Pack
-from trilobite.kernels.reference import GPT_OSS, GPT_OSS_ALPHA, GPT_OSS_LIMIT
+from trilobite.models.experts import PROJECTIONS, expert_activation
 from trilobite.runtime.modules.matrix import PackedMatrix
 from trilobite.runtime.modules.residence import AsStored, OnGpu, PackedModule, Residence
 
-PROJECTIONS = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
-"""Names of an expert's matrices in checkpoints."""
 BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 _biases = itemgetter(*BIASES)
-EXPERT_NAME = re.compile(rf"^(.*\.experts)\.(\d+)\.({'|'.join(PROJECTIONS)})$")
 
 
 class PackedExperts(PackedModule):
@@ -42,13 +37,13 @@ class PackedExperts(PackedModule):
     def __init__(self, original: nn.Module, experts: dict[int, dict[str, dict[str, Tensor]]]) -> None:
         """original: the transformers module, on meta    experts: index -> checkpoint name -> parts by suffix."""
         super().__init__()
+        self.activation = expert_activation(original)
         down, transposed = original.down_proj, bool(getattr(original, "is_transposed", False))
         assert isinstance(down, Tensor)
         self.num_experts = int(down.shape[0])
         self.hidden_size, self.intermediate_size = (
             int(s) for s in (down.shape[1:][::-1] if transposed else down.shape[1:])
         )
-        self.activation = _activation(original)
         self.interleaved = not getattr(original, "is_concatenated", True)
         self.transposed = transposed
         self.config = original.config
@@ -207,31 +202,3 @@ def _settle_anew(module: nn.Module, _: object) -> None:
     assert isinstance(module, PackedExperts)
     if module.residence is not None and module.residence.in_buffers:
         module.residence = None
-
-
-def _activation(original: nn.Module) -> str:
-    """Name of an experts module's gated activation. Raises ArchitectureError for one that we do not compute."""
-    kind = type(original).__name__
-    if kind == "GptOssExperts":
-        alpha, limit = (getattr(original, name) for name in ("alpha", "limit"))
-        if (alpha, limit) != (GPT_OSS_ALPHA, GPT_OSS_LIMIT):
-            raise ArchitectureError(
-                f"{kind}: its gate has alpha {alpha} and limit {limit}, the packed experts know {GPT_OSS_ALPHA} and "
-                f"{GPT_OSS_LIMIT}; compress this model with --keep expert"
-            )
-        return GPT_OSS
-    gate = getattr(type(original), "_apply_gate", None)
-    default = gate is None or gate.__name__ == "_default_apply_gate"
-    config = original.config
-    for key in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function"):
-        name = getattr(config, key, None)
-        if name in ACT2FN and isinstance(getattr(original, "act_fn", None), type(ACT2FN[name])):
-            break
-    else:
-        default = False
-    if not default or getattr(original, "has_post_expert_norm", False):
-        raise ArchitectureError(
-            f"{kind}: computes its activation in a way of its own that the packed experts do not know; compress this "
-            "model with --keep expert"
-        )
-    return str(name)

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.formats.bitpack import ROWS
 from trilobite.formats.weight import SUFFIXES
 from trilobite.kernels.layer import CpuSettings
-from trilobite.runtime.modules.experts import EXPERT_NAME, PackedExperts
+from trilobite.models.experts import EXPERT_NAME
+from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.matrix import PackedMatrix, check_loaded
 from trilobite.runtime.modules.residence import PackedModule
@@ -58,15 +60,24 @@ def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
         elif match and match[1] in modules:
             experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = parts
     for path, indexed in experts.items():
-        original = modules[path]
-        if not isinstance(getattr(original, "down_proj", None), nn.Parameter) or not hasattr(
-            original, "config"
-        ):
-            raise ArchitectureError(
-                f"{path}: {type(original).__name__} is not an experts module that can run packed; compress this model "
-                "with --keep expert"
+        model.set_submodule(path, PackedExperts(modules[path], indexed))
+        _skip_initialisation(model, path)
+
+
+def check_rows(model: nn.Module, rows: Mapping[str, int]) -> None:
+    """Raise CheckpointError where a packed matrix has another N than its module: 505 rows fill 32 tiles, as 512 do.
+
+    rows: N by module path, of the matrices whose last tiles are partial; all others' tiles are full
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, PackedMatrix):
+            continue
+        n = rows.get(path, ROWS * module.packed().packed.shape[0])
+        if n != module.shape[0]:
+            raise CheckpointError(
+                f"{path}: packed with {n} rows, the model of config.json has {module.shape[0]} there; copy the "
+                "checkpoint again"
             )
-        model.set_submodule(path, PackedExperts(original, indexed))
 
 
 def _skip_initialisation(model: PreTrainedModel, path: str) -> None:
