@@ -10,12 +10,14 @@ counts as run when the packed model computes the logits of the original with the
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -34,7 +36,7 @@ from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 
 LAYERS, EXPERTS, HEADS, HIDDEN, VOCAB, TOKENS = 3, 4, 4, 64, 256, 12
-LARGEST = 10**7
+LARGEST = 4 * 10**7
 TOLERANCE = 1e-3
 """Of logits, relative: both sides compute in float32, in another order."""
 
@@ -62,27 +64,38 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 SIZE_KEYS = tuple((re.compile(pattern), size) for pattern, size in SIZES)
 EXACT: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": HIDDEN},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_ocr2": {
+        "text_config": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    },
+    "dots3_note": {"text_config": {"head_dim": 32}},
+    "dots3_note_text": {"head_dim": 32},
+    "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}},
+    "glm5_next": {"text_config": {"index_topk": 16}},
     "granitemoehybrid": {
         "mamba_d_head": 32,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "qwen4_exp": {"text_config": {"vocab_size": VOCAB}},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "zaya": {"num_experts_per_tok": 1},
 }
 """What the names of sizes do not tell, by model type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One row. flag: what the command line needs    error: "" when it runs, the one line when it is refused."""
+    """What became of a type. flag: what the command line needs    error: the one line when it is refused."""
 
     model_type: str
     kind: str
     flag: str = ""
     error: str = ""
-
-    @property
-    def state(self) -> str:
-        return "refused" if self.error else "runs"
 
 
 def counts_experts(config: PreTrainedConfig) -> bool:
@@ -121,8 +134,8 @@ def shrink(data: dict[str, Any]) -> dict[str, Any]:
             continue
         if isinstance(value, dict) and key.startswith("rope"):
             small[key] = value
-        elif isinstance(value, dict) and value and all(str(k).isdigit() for k in value):
-            small[key] = {k: shrink(v) for k, v in value.items() if isinstance(v, dict) and int(k) < LAYERS}
+        elif isinstance(value, dict) and key == "per_layer_config":
+            small[key] = {k: shrink(v) for k, v in value.items() if int(k) < LAYERS}
         elif isinstance(value, dict):
             small[key] = shrink(value)
         elif type(value) is int and value > 0:
@@ -141,11 +154,17 @@ def _heads(data: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
     found = {}
     if data.get("num_key_value_heads") == data.get("num_attention_heads"):
         found["num_key_value_heads"] = small.get("num_attention_heads")
-    if isinstance(data.get("qk_nope_head_dim"), int):
+    if isinstance(data.get("qk_nope_head_dim"), int) and isinstance(data.get("qk_rope_head_dim"), int):
         found["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
         if data.get("head_dim") == data["qk_nope_head_dim"] + data["qk_rope_head_dim"]:
             found["head_dim"] = found["qk_head_dim"]
     return {key: value for key, value in found.items() if key in data}
+
+
+def merged(data: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's JSON with other values in it, and in what is nested in it."""
+    inside = {k: merged(data.get(k) or {}, v) for k, v in more.items() if isinstance(v, dict)}
+    return data | more | inside
 
 
 def _some_of_each(values: list[Any]) -> list[Any]:
@@ -159,7 +178,7 @@ def build(model_type: str, path: Path) -> None:
     """A tiny random checkpoint of a model type. Whatever transformers raises, it raises."""
     with quiet():
         default = CONFIG_MAPPING[model_type]()
-        data = shrink(default.to_dict()) | EXACT.get(model_type, {})
+        data = merged(shrink(default.to_dict()), EXACT.get(model_type, {}))
         config = type(default).from_dict(data)
         kind = text_class(config)
         assert kind is not None
@@ -176,9 +195,8 @@ def build(model_type: str, path: Path) -> None:
 
 
 def try_type(model_type: str, kind: str, folder: Path) -> Outcome:
-    """Compress, load and compare a model type, with the flag that its refusal names where there is one."""
+    """Compress, load and compare the model type in folder/original, with the flags that its refusals name."""
     source = folder / "original"
-    build(model_type, source)
     said = ""
     for flag in ("", "--keep expert", "--keep-unmatched", "--keep-unmatched --keep expert"):
         if flag and not all(part in said for part in re.findall(r"--\S+", flag)):
@@ -233,20 +251,50 @@ def logits(model: PreTrainedModel) -> Tensor:
     return found.float()
 
 
+TITLE = """# Architectures
+
+Every model type with experts that transformers {version} knows, made tiny and random, packed with `int8` in a process
+without a GPU, loaded and compared: the logits are those of the original with the dequantized weights in it. Of the rest
+of an image-text model (its images) nothing is tried.
+
+    PYTHONPATH=tests python -m support.every_architecture > docs/architectures.md
+
+`compress` refuses what the table calls refused, with that line and before anything is written. Flags are those of
+`compress` and `plan`; `--keep-unmatched` keeps matrices without a role in 16 bit, `--keep expert` all experts.
+
+| model type | runs | flags, or why not |
+| --- | --- | --- |"""
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the page, or the rows of some types."""
     wanted = sys.argv[1:]
+    if not wanted:
+        print(TITLE.format(version=transformers.__version__))
+    states: Counter[str] = Counter()
     for name, kind in model_types():
         if wanted and name not in wanted:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                row = try_type(name, kind, Path(folder))
-                print(f"| `{name}` | {row.state} | {row.flag} {row.error} |", flush=True)
-            except Exception as e:
-                print(
-                    f"| `{name}` | FAILS | {type(e).__name__}: {' '.join(str(e).split())[:300]} |", flush=True
-                )
+            state, remark = row(name, kind, Path(folder))
+        states[state + " with a flag" * (state == "yes" and bool(remark))] += 1
+        print(f"| `{name}` | {state} | {remark} |", flush=True)
+    if not wanted:
+        print("\n" + ", ".join(f"{state}: {count}" for state, count in sorted(states.items())) + ".")
+
+
+def row(model_type: str, kind: str, folder: Path) -> tuple[str, str]:
+    """(runs or not, remark) of a model type. What transformers cannot build is not tried; our faults are FAULT."""
+    try:
+        build(model_type, folder / "original")
+        logits(load(str(folder / "original"), dtype=torch.float32))
+    except Exception as e:
+        return "not tried", f"no tiny model of it: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
+    try:
+        found = try_type(model_type, kind, folder)
+    except Exception as e:
+        return "FAULT", f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+    return ("no", found.error) if found.error else ("yes", f"`{found.flag}`" if found.flag else "")
 
 
 if __name__ == "__main__":
