@@ -64,8 +64,8 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Packed weights have no gradients."""
-        return False
+        """Adapters train on top of packed weights, which are constants; so do norms, routers and embeddings."""
+        return True
 
     @property
     def is_compileable(self) -> bool:

@@ -138,11 +138,11 @@ def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _of_experts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    biases = ctx.saved_tensors[-2:]
+    saved = ctx.saved_tensors  # read once: gradient checkpointing gives them out a single time
     dx, d_weights, *d_biases = torch.ops.trilobite.experts_backward(
-        grad, *ctx.saved_tensors, ctx.intermediate, ctx.activation, ctx.spec
+        grad, *saved, ctx.intermediate, ctx.activation, ctx.spec
     )
-    known = [None if b is None else d for b, d in zip(biases, d_biases, strict=True)]
+    known = [None if b is None else d for b, d in zip(saved[-2:], d_biases, strict=True)]
     return dx, None, d_weights, None, None, *known, *[None] * (ctx.inputs - 7)
 
 

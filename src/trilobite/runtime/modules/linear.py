@@ -14,14 +14,14 @@ from trilobite.runtime.modules.residence import AsStored, OnGpu, PackedModule, R
 _parts = itemgetter(*(f"weight_{s}" for s in SUFFIXES))
 
 
-class PackedLinear(PackedModule, PackedMatrix):
-    """nn.Linear on a packed weight.
+class PackedLinear(PackedModule, PackedMatrix, nn.Linear):
+    """nn.Linear on a packed weight: one for those who look for such layers, as PEFT's adapters do; `weight` is None.
 
     forward: x [..., K] -> [..., N] in x.dtype
     """
 
     residence: "Residence[PackedLinear]"
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(self, shape: tuple[int, int], parts: dict[str, Tensor], bias: nn.Parameter | None) -> None:
         """bias: [N], taken over from the linear layer that this replaces."""
@@ -34,6 +34,13 @@ class PackedLinear(PackedModule, PackedMatrix):
     def forward(self, x: Tensor) -> Tensor:
         """y = x W^T + bias."""
         return self.residence.run(self, x)
+
+    @property
+    def qweight(self) -> Tensor:
+        """The codes, wherever they are: PEFT puts an adapter beside them."""
+        if isinstance(self.residence, OnGpu):
+            return self.residence.pack.slab
+        return self.get_buffer("weight_packed")
 
     def matrices(self) -> list[list[PackedMatrix | None]]:
         """Itself."""

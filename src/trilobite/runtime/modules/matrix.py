@@ -18,7 +18,7 @@ class PackedMatrix(nn.Module):
 
     def __init__(self, shape: tuple[int, int], parts: dict[str, Tensor]) -> None:
         """parts: the tensors by suffix (`packed`, ...), on the meta device before loading."""
-        super().__init__()
+        nn.Module.__init__(self)  # not that of nn.Linear, which would make a weight
         self.shape = shape
         for suffix in SUFFIXES:
             self.register_buffer(f"weight_{suffix}", parts.get(suffix))
