@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.lib.markdown import insert, table
-from trilobite.formats.lattice import Record
+from trilobite.formats.lattice import LatticeRecord
 from trilobite.formats.weight import PackedWeight, factor_shape, stored_shapes
 from trilobite.kernels.gpu import tuning as triton_tuning
 from trilobite.kernels.gpu.device import gate_up as triton_gate_up
@@ -118,7 +118,7 @@ def meta_weight(n: int, k: int, fmt: AnyFormat, rank: int, kind: str) -> PackedW
         for name, shape in shapes.items()
     }
     if isinstance(fmt, LatticeFormat):
-        parts["lattice"] = Record(format=fmt, scale=1.0, second=float(fmt.bits > 2)).to_tensor()
+        parts["lattice"] = LatticeRecord(format=fmt, scale=1.0, second=float(fmt.bits > 2)).to_tensor()
     return PackedWeight(shape=(n, k), **parts)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trilobite.formats.affine import packed_shape
 from trilobite.formats.incoherence import draw_signs
-from trilobite.formats.lattice import DIM, Record
+from trilobite.formats.lattice import DIM, LatticeRecord
 from trilobite.formats.weight import factor_shape, stored_shapes
 from trilobite.kernels.expert_table import Column
 from trilobite.kernels.layer import ExpertsLayer
@@ -65,7 +65,7 @@ def make_lattice_layer(layer: ExpertsShape, fmt: LatticeFormat) -> tuple[Experts
     """As `make_layer`, with random codewords; signs of a side depend on its length alone, as in checkpoints."""
     h, i = layer.hidden, layer.intermediate
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    record = Record(format=fmt, scale=0.01, second=0.003 if fmt.bits > 2 else 0.0).to_tensor()
+    record = LatticeRecord(format=fmt, scale=0.01, second=0.003 if fmt.bits > 2 else 0.0).to_tensor()
     shapes = [stored_shapes(fmt, n, k) for n, k in ((i, h), (i, h), (h, i))]
     per_expert = sum(torch.Size(s).numel() for parts in shapes for s in parts.values())
     slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)

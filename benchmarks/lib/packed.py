@@ -16,10 +16,9 @@ from trilobite.checkpoint.source import open_source
 from trilobite.errors import DestinationError
 from trilobite.evaluate.frequency import expert_frequency, load_frequency, save_frequency
 from trilobite.evaluate.perplexity import tokenize_file, windows
-from trilobite.quantize.calibrate.loop import Run
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.plan.plan import Plan
-from trilobite.quantize.run.calibrator import Calibrator
+from trilobite.quantize.run.calibrated import Calibrator
 from trilobite.quantize.run.compress import compress, prepare
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import PRESETS, Recipe, needs_calibration
@@ -55,11 +54,8 @@ def hessians(model: Path, work: Path, calibration: Calibration) -> tuple[Calibra
     calibrator = Calibrator(source, replace(calibration, propagate="original", save=folder))
     assert calibrator.store is not None
     if calibrator.store.missing([line.matrix.name for line in lines]):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         calibrator.build(source, identify(source), torch.device("cpu"))
-        calibrator.collect(lines, Run(jobs=os.cpu_count() or 1, workspace=work))
-        torch.set_num_threads(threads)
+        calibrator.collect(lines, jobs=os.cpu_count() or 1, workspace=work)
         clock.write_text(f"{time.monotonic() - started:.3f}\n")
     return Calibration(hessians=folder), float(clock.read_text())
 

@@ -31,8 +31,9 @@ from benchmarks.lib.script import SHARED, add_page, add_text, add_work, parser
 from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.evaluate.perplexity import Score
-from trilobite.quantize.methods.bands import quantize, relative_error
-from trilobite.quantize.methods.milo import Compensation, milo
+from trilobite.quantize.methods.bands import relative_error
+from trilobite.quantize.methods.quantized import Compensation
+from trilobite.quantize.methods.registry import METHODS, quantize
 from trilobite.quantize.plan.statistics import kurtosis, residual_rank
 from trilobite.recipe import Recipe, Role
 
@@ -176,7 +177,7 @@ def figure10(setting: Setting) -> Section:
         dense = m.role is Role.ATTENTION
         rank = hidden // 8 if dense else hidden // 64
         for method in ("search", "hqq"):
-            result = milo(read_matrix(source, m), INT3, method, Compensation(rank=rank))
+            result = METHODS[method](read_matrix(source, m), INT3, compensation=Compensation(rank=rank))
             errors = result.errors
             label = _label(m)
             rises = [b / a - 1 for a, b in pairwise(errors) if b > a]

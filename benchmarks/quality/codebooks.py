@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_page, parser, publish
 from trilobite.formats.lattice import DIM, RHO, nearest
-from trilobite.quantize.methods.bands import quantize_measured
+from trilobite.quantize.methods.registry import METHODS
 from trilobite.recipe import Format, LatticeFormat, parse_format
 
 LATTICES = ("e8p-2", "grid-2", "e8p-3", "grid-3", "e8p-4", "grid-4")
@@ -58,7 +58,7 @@ def measure_integers(x: Tensor, name: str) -> dict[str, Any]:
     """`search` on a matrix of the same numbers; two fp16 numbers a group count."""
     fmt = parse_format(name)
     assert isinstance(fmt, Format)
-    _, relative = quantize_measured(x.reshape(-1, 1024), fmt, "search")
+    relative = METHODS["search"](x.reshape(-1, 1024), fmt).error
     mse = relative**2 * float(x.square().mean(dtype=torch.float64))
     return {"format": f"{name}, search", "bits": fmt.bits + 32 / fmt.group, "mse": mse}
 

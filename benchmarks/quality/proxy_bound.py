@@ -120,7 +120,7 @@ def measure(w: Tensor, hessian: Tensor) -> dict[str, Any]:
     half = root(h)
     trace, mu = float(half.trace()), spread(h)
     whole = weighted_error(turned, h.float())
-    packed, _ = quantize_lattice(w, FORMAT, method="ldlq", hessian=hessian, input_seed=0, seed=1)
+    packed = quantize_lattice(w, FORMAT, method="ldlq", hessian=hessian, input_seed=0, seed=1).weight
     return {
         "shape": [n, k],
         "mu without": spread(raw),

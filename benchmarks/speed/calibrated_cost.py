@@ -40,9 +40,9 @@ from benchmarks.lib.synthetic import heavy_tailed
 from trilobite.formats.weight import dequantize
 from trilobite.quantize.methods import gptq as gptq_module
 from trilobite.quantize.methods import ldlq as ldlq_module
-from trilobite.quantize.methods.bands import quantize_measured
 from trilobite.quantize.methods.hessian import relative_loss
-from trilobite.quantize.methods.milo import Compensation, milo
+from trilobite.quantize.methods.quantized import Compensation
+from trilobite.quantize.methods.registry import METHODS
 from trilobite.recipe import Format, LatticeFormat
 
 INT3, INT2 = Format(bits=3, group=64), Format(bits=2, group=64)
@@ -119,7 +119,7 @@ def run_gptq(w: Tensor, h: Tensor) -> float:
     """GPTQ and the measuring of its loss; returns the seconds of what it does once."""
     clock = Clock()
     with clock.on(gptq_module, "inverse_factor"):
-        gptq_module.gptq(w, INT2, "gptq", h)
+        METHODS["gptq"](w, INT2, hessian=h)
     return sum(clock.calls["inverse_factor"])
 
 
@@ -127,7 +127,7 @@ def run_ldlq(w: Tensor, h: Tensor) -> float:
     """BlockLDLQ and the measuring of its loss; returns the seconds of what it does once."""
     clock = Clock()
     with clock.on(ldlq_module, "_rotated_hessian", "block_ldl", "block_ldlq"):
-        packed, _ = ldlq_module.quantize_lattice(w, E8P, method="ldlq", hessian=h)
+        packed = ldlq_module.quantize_lattice(w, E8P, method="ldlq", hessian=h).weight
     relative_loss(w, dequantize(packed), h)
     return sum(
         clock.calls[name][0] for name in ("_rotated_hessian", "block_ldl", "block_ldlq")
@@ -156,9 +156,9 @@ def measure(case: Case) -> dict[str, Any]:
         assert h is not None
         once = run_ldlq(w, h)
     elif case.rank:
-        milo(w, INT3, "search", Compensation(rank=case.rank))
+        METHODS["search"](w, INT3, compensation=Compensation(rank=case.rank))
     else:
-        quantize_measured(w, INT3, case.method)
+        METHODS[case.method](w, INT3)
     seconds = time.process_time() - started
     peak = status("VmHWM") - before + 12 * (case.n - case.rows) * case.k
     return {**asdict(case), "seconds": seconds, "once": once, "peak": peak}

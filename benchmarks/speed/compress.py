@@ -29,13 +29,13 @@ from torch import Tensor
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_output, add_page, parser, publish
 from benchmarks.lib.synthetic import heavy_tailed, write_mixtral
-from trilobite.quantize.methods.bands import quantize
-from trilobite.quantize.methods.milo import Compensation, milo
+from trilobite.quantize.methods.quantized import Compensation
+from trilobite.quantize.methods.registry import METHODS, quantize
 from trilobite.recipe import Format
 
 INT3 = Format(bits=3, group=64)
 SHAPES = ((14336, 4096), (4096, 4096), (1408, 2048))
-METHODS = ("rtn", "search", "hqq")
+KINDS = ("rtn", "search", "hqq")
 PATIENCE = 90.0
 """Seconds after which a case is not repeated."""
 
@@ -159,7 +159,7 @@ def measure(case: Case, w: Tensor, *, jobs: int, repeats: int) -> dict[str, Any]
         if not case.rank:
             quantize(w, INT3, case.method)
             return
-        result = milo(w, INT3, case.method, Compensation(rank=case.rank))
+        result = METHODS[case.method](w, INT3, compensation=Compensation(rank=case.rank))
         iterations.append(len(result.errors))
 
     before = torch.get_num_threads()
@@ -212,7 +212,7 @@ def implied(found: dict[Case, dict[str, Any]]) -> list[dict[str, Any]]:
         shape = NONE.shape if a.expert == NONE else EXPERT.shape
         total = a.weights("dense") + a.weights("expert")
         row: dict[str, Any] = {"model": a.name, "weights": total}
-        for method in METHODS:
+        for method in KINDS:
             row[method] = total / found[Case(shape=shape, method=method)]["rate"] / 1e6
         for kind in ("search", "hqq"):
             dense = Case(shape=a.dense.shape, method=kind, rank=a.dense.rank)
@@ -284,7 +284,7 @@ def main() -> None:
     print(lines[0], flush=True)
     summary: dict[str, Any] = {"benchmark": "compress", "jobs": jobs, "quick": args.quick, "bandwidth": limit}
     if not args.rss_only:
-        cases = [Case(shape=shape, method=m) for shape in SHAPES for m in METHODS] + list(MILO_CASES)
+        cases = [Case(shape=shape, method=m) for shape in SHAPES for m in KINDS] + list(MILO_CASES)
         repeats, fraction = (1, 16) if args.quick else (args.repeats, 1)
         found = speeds(cases, jobs=jobs, repeats=repeats, fraction=fraction)
         models = implied(found)

@@ -90,8 +90,8 @@ def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, original: Pa
 
 SIGNAL_IN_THE_TENTH_MATRIX = """
 import os, signal, threading
-from trilobite.quantize.run import one_line
-quantize_line, calls = one_line.quantize_line, []
+from trilobite.quantize.run import lines
+quantize_line, calls = lines.quantize_line, []
 
 def interrupt(*args):
     calls.append(args)
@@ -100,7 +100,7 @@ def interrupt(*args):
         threading.Event().wait(60)  # a matrix that takes its time is not waited for
     return quantize_line(*args)
 
-one_line.quantize_line = interrupt
+lines.quantize_line = interrupt
 from trilobite.__main__ import main
 main()
 """

@@ -7,7 +7,7 @@ from support import oracle
 
 from trilobite.errors import ShapeError, WeightError
 from trilobite.formats import affine
-from trilobite.quantize.methods.bands import quantize
+from trilobite.quantize.methods.registry import quantize
 from trilobite.recipe import Format
 
 BITS = (2, 3, 4, 8)

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.formats import lattice
-from trilobite.formats.lattice import RHO, Record, decode_e8p, nearest, pack, points, read_record, unpack
+from trilobite.formats.lattice import (
+    RHO,
+    LatticeRecord,
+    decode_e8p,
+    nearest,
+    pack,
+    points,
+    read_record,
+    unpack,
+)
 from trilobite.formats.weight import PackedWeight, check, dequantize, stored_shapes
 from trilobite.recipe import LatticeFormat, parse_format
 
@@ -143,7 +152,7 @@ def test_tiles_are_those_of_the_specification(fmt: LatticeFormat) -> None:
         0, 256, (1, 1, 16 * fmt.bits), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
     second = 0.125 if fmt.codebook == "e8p" and fmt.bits > 2 else 0.0
-    found = lattice.decode(data, Record(format=fmt, scale=0.5, second=second), (16, 8))
+    found = lattice.decode(data, LatticeRecord(format=fmt, scale=0.5, second=second), (16, 8))
     assert np.allclose(
         found.numpy(), tile(data[0, 0].numpy(), fmt.codebook, fmt.bits, 0.5, second), atol=1e-6
     )
@@ -184,12 +193,14 @@ def test_the_published_scales_are_the_best() -> None:
     "fmt", [replace(f, transform=t) for f in FORMATS for t in ("hadamard", "fourier")], ids=str
 )
 def test_records_survive(fmt: LatticeFormat) -> None:
-    record = Record(format=fmt, scale=0.25, second=0.125 if fmt.codebook == "e8p" and fmt.bits > 2 else 0.0)
+    record = LatticeRecord(
+        format=fmt, scale=0.25, second=0.125 if fmt.codebook == "e8p" and fmt.bits > 2 else 0.0
+    )
     assert read_record(record.to_tensor()) == record
     assert record.to_tensor().numel() == lattice.RECORD_BYTES
 
 
-GOOD = Record(format=LatticeFormat(codebook="e8p", bits=3), scale=0.25, second=0.125).to_tensor()
+GOOD = LatticeRecord(format=LatticeFormat(codebook="e8p", bits=3), scale=0.25, second=0.125).to_tensor()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from trilobite.formats.weight import (
     factor_shape,
     low_rank_bytes,
 )
-from trilobite.quantize.methods.bands import quantize
 from trilobite.quantize.methods.compensator import quantize_factor, quantize_factors
+from trilobite.quantize.methods.registry import quantize
 from trilobite.quantize.plan.ranks import weight_bytes
 from trilobite.recipe import COMPENSATORS, Format
 

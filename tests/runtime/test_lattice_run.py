@@ -19,11 +19,11 @@ from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.expert_table import Column, build, expert_weight, has_lattice
-from trilobite.quantize.methods.ldlq import quantize_lattice
-from trilobite.quantize.methods.milo import Compensation, milo
+from trilobite.quantize.methods.quantized import Compensation
+from trilobite.quantize.methods.registry import METHODS
 from trilobite.quantize.plan.report import account
 from trilobite.quantize.run.compress import compress, prepare
-from trilobite.quantize.run.one_line import input_name
+from trilobite.quantize.run.lines import input_name
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import LatticeFormat, Recipe, load_recipe, parse_format, recipe_from_dict
 from trilobite.runtime.load import load
@@ -38,9 +38,8 @@ def weight(n: int, k: int, fmt: str = "e8p-2", *, seed: int = 0, rank: int = 0) 
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.05
     parsed = parse_format(fmt)
     assert isinstance(parsed, LatticeFormat)
-    if rank:
-        return milo(w, parsed, "search", Compensation(rank=rank, iterations=1, seed=n, input_seed=k)).weight
-    return quantize_lattice(w, parsed, method="search", seed=n, input_seed=k)[0]
+    compensation = Compensation(rank=rank, iterations=1, seed=n, input_seed=k)
+    return METHODS["search"](w, parsed, compensation=compensation).weight
 
 
 def tuned(w: PackedWeight, seed: int = 0) -> PackedWeight:

@@ -33,10 +33,10 @@ from trilobite.integrations.transformers import TrilobiteConfig
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine
 from trilobite.kernels.expert_table import DOWN, expert_weight
-from trilobite.quantize.methods.bands import quantize
-from trilobite.quantize.methods.milo import Compensation, milo
+from trilobite.quantize.methods.quantized import Compensation
+from trilobite.quantize.methods.registry import METHODS, quantize
 from trilobite.quantize.run.compress import compress
-from trilobite.quantize.run.one_line import quantize_line
+from trilobite.quantize.run.lines import quantize_line
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import Format, Recipe, Role, Rule, load_recipe
 from trilobite.runtime.generate import cache as cache_module
@@ -492,7 +492,9 @@ def experts(fmt: str = "int3-g32", *, count: int = 5, rank: int = 0, gated: bool
     def matrix(n: int, k: int) -> PackedWeight:
         w = torch.randn(n, k, generator=generator) * 0.1
         if rank:
-            return milo(w, Format.parse(fmt), "rtn", Compensation(rank=rank, iterations=1)).weight
+            return METHODS["rtn"](
+                w, Format.parse(fmt), compensation=Compensation(rank=rank, iterations=1)
+            ).weight
         return quantize(w, Format.parse(fmt), "rtn")
 
     for _ in range(count):
@@ -660,7 +662,7 @@ def test_linear(shape: tuple[int, ...], fmt: str, rank: int) -> None:
     generator = torch.Generator().manual_seed(0)
     w, bias = torch.randn(37, 64, generator=generator), torch.randn(37, generator=generator)
     packed = (
-        milo(w, Format.parse(fmt), "rtn", Compensation(rank=1)).weight
+        METHODS["rtn"](w, Format.parse(fmt), compensation=Compensation(rank=1)).weight
         if rank
         else quantize(w, Format.parse(fmt), "rtn")
     )

@@ -16,7 +16,7 @@ from trilobite.recipe import Recipe, load_recipe
 DECODERS = [name for name in TINY_CONFIGS if name not in SEQ2SEQ]
 SERIAL = Options(jobs=1, device="cpu")
 CONTEXT, SAMPLES = 32, 9
-"""Nine windows: a batch that is not full comes last when BATCH is four windows."""
+"""Nine windows: a batch that is not full comes last when a forward pass takes four windows."""
 
 
 def words(count: int, seed: int = 0, vocabulary: int = 256) -> str:

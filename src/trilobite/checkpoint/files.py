@@ -12,11 +12,11 @@ from typing import IO
 from trilobite.errors import DestinationError
 
 
-def write_at(handle: int, data: memoryview, at: int) -> None:
+def write_at(handle: int, data: memoryview, offset: int) -> None:
     """All of a buffer to a place in a file, however little the system takes at a time."""
     while data:
-        written = os.pwrite(handle, data[: 1 << 28], at)
-        data, at = data[written:], at + written
+        written = os.pwrite(handle, data[: 1 << 28], offset)
+        data, offset = data[written:], offset + written
 
 
 def write_whole(path: Path, data: bytes, *, aside: Path | None = None) -> None:

@@ -58,12 +58,12 @@ class Shard:
         """The safetensors header; padded with spaces so that the data starts at a multiple of 64 bytes."""
         rows = {unit.name: unit.rows for unit in self.units if unit.rows is not None}
         entries: dict[str, Any] = {"__metadata__": {"format": "pt", ROWS: json.dumps(rows)}}
-        at = 0
+        offset = 0
         for unit in self.units:
             for t in unit.tensors:
-                span = [at, at + t.nbytes]
+                span = [offset, offset + t.nbytes]
                 entries[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": span}
-                at += t.nbytes
+                offset += t.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % ALIGN)
         return struct.pack("<Q", len(text)) + text

@@ -67,7 +67,7 @@ class PackedWriter:
             _claim(dst, identity)
             self.done = _read_journal(self.work / "journal.jsonl", {u.name for u in units})
             self._check_space(units)
-            self._place: dict[str, tuple[str, int]] = {}
+            self._offsets: dict[str, tuple[str, int]] = {}
             for shard in self._shards:
                 self._open(shard, handles)
             self._journal = os.open(self.work / "journal.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
@@ -95,10 +95,10 @@ class PackedWriter:
         if os.fstat(handle).st_size != len(header) + shard.nbytes:
             os.ftruncate(handle, len(header) + shard.nbytes)
         write_at(handle, memoryview(header), 0)
-        at = len(header)
+        offset = len(header)
         for unit in shard.units:
-            self._place[unit.name] = (shard.name, at)
-            at += unit.nbytes
+            self._offsets[unit.name] = (shard.name, offset)
+            offset += unit.nbytes
 
     def __enter__(self) -> "PackedWriter":
         """Nothing to acquire: the constructor did."""
@@ -138,12 +138,12 @@ class PackedWriter:
 
         Raises DestinationError when the disk is full; everything committed so far stays.
         """
-        shard, at = self._place[unit.name]
+        shard, offset = self._offsets[unit.name]
         with explained(self.dst), self._busy():
             for planned, tensor in zip(unit.tensors, tensors, strict=True):
                 _check(planned, tensor)
-                write_at(self._files[shard], _bytes(tensor), at)
-                at += planned.nbytes
+                write_at(self._files[shard], _bytes(tensor), offset)
+                offset += planned.nbytes
             with self._lock:
                 if self._closed:
                     return
@@ -155,14 +155,14 @@ class PackedWriter:
 
     def read(self, unit: Unit) -> list[Tensor]:
         """The tensors of a finished unit, in its order, as they are on disk."""
-        shard, at = self._place[unit.name]
-        found = []
+        shard, offset = self._offsets[unit.name]
+        tensors = []
         with explained(self.dst), self._busy():
             for planned in unit.tensors:
-                data = bytearray(os.pread(self._files[shard], planned.nbytes, at))
-                found.append(torch.frombuffer(data, dtype=DTYPES[planned.dtype]).view(planned.shape))
-                at += planned.nbytes
-        return found
+                data = bytearray(os.pread(self._files[shard], planned.nbytes, offset))
+                tensors.append(torch.frombuffer(data, dtype=DTYPES[planned.dtype]).view(planned.shape))
+                offset += planned.nbytes
+        return tensors
 
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
         """Put other values in the place of some tensors, by name, of finished units; they are on disk at the end.
@@ -172,12 +172,12 @@ class PackedWriter:
         with explained(self.dst), self._busy():
             for shard in self._shards:
                 for unit in shard.units:
-                    at = self._place[unit.name][1]
+                    offset = self._offsets[unit.name][1]
                     for planned in unit.tensors:
                         if (tensor := tensors.get(planned.name)) is not None:
                             _check(planned, tensor)
-                            write_at(self._files[shard.name], _bytes(tensor), at)
-                        at += planned.nbytes
+                            write_at(self._files[shard.name], _bytes(tensor), offset)
+                        offset += planned.nbytes
             for handle in self._files.values():
                 os.fdatasync(handle)
 
@@ -248,8 +248,8 @@ def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
     _check_free(dst)  # again: the run that held the lock may have finished
     record = dst / PARTIAL / IDENTITY
     if record.exists():
-        found = _read_identity(dst, record)
-        differs = [key for key in identity if found.get(key) != identity[key]]
+        begun = _read_identity(dst, record)
+        differs = [key for key in identity if begun.get(key) != identity[key]]
         if differs:
             raise DestinationError(
                 f"{dst}: holds an unfinished run whose {' and '.join(differs)} differ; delete it to begin afresh, "
@@ -261,15 +261,15 @@ def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
 
 def _read_identity(dst: Path, record: Path) -> dict[str, Any]:
     try:
-        found = json.loads(record.read_bytes())
+        identity = json.loads(record.read_bytes())
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        identity = None
+    if not isinstance(identity, dict):
         raise DestinationError(
             f"{record}: damaged, the unfinished run cannot be continued; delete {dst} to begin afresh, or choose "
             "another destination"
         )
-    return found
+    return identity
 
 
 def _read_journal(path: Path, known: set[str]) -> dict[str, dict[str, Any]]:

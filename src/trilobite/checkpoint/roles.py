@@ -183,7 +183,7 @@ def identify(
     block = quantization.get("weight_block_size") or (128, 128)
     scales = {name: scale for name in source.tensors if (scale := _scale_of(source, name))}
     consumed = set(scales.values())
-    found: list[Matrix] = []
+    matrices: list[Matrix] = []
     unmatched: list[str] = []
     for name, info in source.tensors.items():
         if name in consumed:
@@ -196,11 +196,11 @@ def identify(
         blocks = (int(block[0]), int(block[1])) if scale and info.dtype in FP8 else None
         view = View(scale=scale, block=blocks)
         if match.role is Role.EXPERT and len(info.shape) > 2:
-            found += _cut_experts(source, name, match.projection, view)
+            matrices += _cut_experts(source, name, match.projection, view)
         else:
             index = _EXPERT_INDEX.search(name) if match.role is Role.EXPERT else None
             expert = int(index[1]) if index else None
-            found.append(
+            matrices.append(
                 Matrix(name, match.role, _layer(name), expert, match.projection, info.shape, name, view)
             )
     if unmatched and not keep_unmatched:
@@ -209,7 +209,7 @@ def identify(
             f"{_model_type(source)!r}: {len(unmatched)} tensors match no role (first: {unmatched[0]}); "
             "nothing was written; add a mapping in a recipe (docs/roles.md) or pass --keep-unmatched"
         )
-    return sorted(found, key=_order)
+    return sorted(matrices, key=_order)
 
 
 def read_matrix(source: Source, matrix: Matrix) -> Tensor:

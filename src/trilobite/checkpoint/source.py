@@ -200,13 +200,13 @@ def open_source(path_or_id: str, *, revision: str | None = None) -> Source:
     tensors: dict[str, TensorInfo] = {}
     files: dict[Path, _File] = {}
     for shard in _tensor_files(path):
-        files[shard], found = _read_header(shard)
-        for name in found.keys() & tensors.keys():
+        files[shard], of_shard = _read_header(shard)
+        for name in of_shard.keys() & tensors.keys():
             raise CheckpointError(
                 f"{shard}: tensor {name!r} is also in {tensors[name].file.name}; expected every tensor once: "
                 "delete the file that does not belong to this checkpoint"
             )
-        tensors.update(found)
+        tensors.update(of_shard)
     _check_index(path, tensors)
     return Source(path=path, config=config, tensors=tensors, files=files)
 
@@ -222,7 +222,7 @@ def _download(repo: str, revision: str | None) -> Path:
     wanted = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(COMPANIONS))]
     try:
         # Subfolders and `consolidated` hold the same weights again, in the layout of another program.
-        found = snapshot_download(
+        folder = snapshot_download(
             repo, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"]
         )
     except hub.GatedRepoError as e:
@@ -245,7 +245,7 @@ def _download(repo: str, revision: str | None) -> Path:
         raise CheckpointError(
             f"{repo}: the download failed ({_one_line(e)}); run again to continue it"
         ) from e
-    return Path(found)
+    return Path(folder)
 
 
 def _tensor_files(path: Path) -> list[Path]:
@@ -260,16 +260,16 @@ def _tensor_files(path: Path) -> list[Path]:
         return [path / shard for shard in shards]
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
-    found = sorted(path.glob("*.safetensors"))
-    for file in found:
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
         # Without an index, only the names tell how many parts there should be.
         if m := re.fullmatch(r"(.*)-(\d+)-of-(\d+)\.safetensors", file.name):
             for i in range(1, int(m[3]) + 1):
                 part = path / f"{m[1]}-{i:0{len(m[2])}}-of-{m[3]}.safetensors"
                 if not part.is_file():
                     raise CheckpointError(f"{part}: missing beside {file.name}; {INCOMPLETE}")
-    if found:
-        return found
+    if files:
+        return files
     pickles = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
     if pickles:
         raise CheckpointError(
@@ -334,13 +334,13 @@ def _read_header(path: Path) -> tuple[_File, dict[str, TensorInfo]]:
         if not isinstance(entries, dict):
             raise ValueError(f"a {type(entries).__name__}, not an object")
         rows = _rows(entries.pop("__metadata__", None))
-        found = {name: _tensor_info(path, 8 + length, name, entry) for name, entry in entries.items()}
+        tensors = {name: _tensor_info(path, 8 + length, name, entry) for name, entry in entries.items()}
     except (ValueError, RecursionError) as e:
         if isinstance(e, CheckpointError):
             raise
         raise CheckpointError(f"{path}: the header is garbage ({_one_line(e)}); copy it again") from e
-    _check_extent(path, stat.st_size, 8 + length, found)
-    return _File(size=stat.st_size, mtime_ns=stat.st_mtime_ns, data_start=8 + length, rows=rows), found
+    _check_extent(path, stat.st_size, 8 + length, tensors)
+    return _File(size=stat.st_size, mtime_ns=stat.st_mtime_ns, data_start=8 + length, rows=rows), tensors
 
 
 def _rows(metadata: Any) -> dict[str, int] | None:
@@ -391,12 +391,12 @@ def _check_extent(path: Path, size: int, data_start: int, tensors: dict[str, Ten
 
 
 def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             raise ValueError(f"{key!r} occurs twice")
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _one_line(e: BaseException) -> str:

@@ -26,10 +26,10 @@ class RoleSummary:
 
 def summarize(source: Source, matrices: Sequence[Matrix]) -> list[RoleSummary]:
     """Tensors, parameters and bytes by role; the scales of fp8 and MXFP4 count as bytes."""
-    found: dict[Role, RoleSummary] = {}
+    summaries: dict[Role, RoleSummary] = {}
     stored: set[str] = set()
     for m in matrices:
-        row = found.setdefault(m.role, RoleSummary(role=m.role))
+        row = summaries.setdefault(m.role, RoleSummary(role=m.role))
         row.tensors += 1
         row.parameters += torch.Size(m.shape).numel()
         row.dtypes[source.tensors[m.source].dtype] += 1
@@ -37,7 +37,7 @@ def summarize(source: Source, matrices: Sequence[Matrix]) -> list[RoleSummary]:
             assert name is not None
             row.bytes += source.tensors[name].nbytes
             stored.add(name)
-    return [found[role] for role in Role if role in found]
+    return [summaries[role] for role in Role if role in summaries]
 
 
 def is_packed(path: Path) -> bool:

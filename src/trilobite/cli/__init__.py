@@ -1,4 +1,4 @@
-"""The command line: parse -> one call -> print. One module for each group of commands; no logic here."""
+"""The command line: its commands, one module for each group of them, and what their errors become."""
 
 import os
 from typing import Annotated

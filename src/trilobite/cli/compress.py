@@ -205,6 +205,7 @@ def plan(
     from trilobite.quantize.plan.plan import plan_json
     from trilobite.quantize.plan.report import report
     from trilobite.quantize.run.compress import prepare
+    from trilobite.quantize.watcher import Watcher
 
     with Progress() as bars:
         made = prepare(
@@ -212,7 +213,7 @@ def plan(
             chosen,
             frequency=frequencies(stats),
             keep_unmatched=keep_unmatched,
-            progress=bars.show,
+            watcher=Watcher(progress=bars.show),
         )
         bars.complete()
     if json:

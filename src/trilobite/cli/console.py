@@ -152,14 +152,14 @@ class CompressProgress:
     def options(self, jobs: int, device: str) -> "Options":
         """How to run, with this object looking on."""
         from trilobite.quantize.run.options import Options
+        from trilobite.quantize.watcher import Watcher
 
         return Options(
             jobs=jobs,
             device=device,
             on_plan=self.on_plan,
             on_line=self.on_line,
-            progress=self.progress.show,
-            on_note=note,
+            watcher=Watcher(progress=self.progress.show, note=note),
         )
 
     def on_plan(self, plan: "Plan") -> None:

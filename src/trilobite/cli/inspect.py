@@ -48,6 +48,7 @@ def inspect(
     from trilobite.checkpoint.source import open_source
     from trilobite.checkpoint.summary import summarize
     from trilobite.quantize.plan.statistics import sample_roles
+    from trilobite.quantize.watcher import Watcher
 
     source = open_source(path, revision=revision)
     if is_packed(source.path) or _names_trilobite(source.config):
@@ -55,7 +56,8 @@ def inspect(
         return
     matrices = identify(source, keep_unmatched=True)
     with Progress() as bars:
-        sampled = sample_roles(source, matrices, samples=None if everything else samples, progress=bars.show)
+        watcher = Watcher(progress=bars.show)
+        sampled = sample_roles(source, matrices, samples=None if everything else samples, watcher=watcher)
         bars.complete()
     rows = summarize(source, matrices)
     if json:

@@ -9,9 +9,9 @@ A weight [N, K] is cut into tiles of 16 rows x one group of G columns. A tile is
     symmetric, double quant   16 x scale uint8
 
 Rows past N are zero codes with zero metadata. With double quantization the scales (and offsets) of a supergroup, that
-is of the 16 rows x 8 consecutive groups of one band (16 groups for 4-bit codes and above), are themselves 8-bit
+is of the 16 rows x 8 consecutive groups of one row of tiles (16 groups for 4-bit codes and above), are themselves 8-bit
 affine: 128 or 256 values share one fp32 (step, base) pair, as in the offloading paper (MoE offloading, section 3.3).
-These pairs are the tensor `weight_scale` [ceil(N/16), S, 8 or 16] uint8: bytes, because parts of a packed weight
+These pairs are the tensor `weight_scale` [ceil(N/16), D, 8 or 16] uint8: bytes, because parts of a packed weight
 follow each other in the file without padding and only bytes need no alignment.
 
 The offset is the paper's zero point in weight units: offset = -scale * z (MiLo eq. 3).
@@ -34,7 +34,7 @@ class Grid:
     """The quantization grid of a matrix as it will be stored: what rounding has to use.
 
     scale: [N, K/G] fp32, the stored (rounded) scales    offset: [N, K/G] fp32, `scale * 0 + offset` decodes code 0
-    stored: metadata bytes [ceil(N/16), K/G, M] uint8     super: [ceil(N/16), S, 8 or 16] uint8, or None
+    stored: metadata bytes [ceil(N/16), K/G, M] uint8     super: [ceil(N/16), D, 8 or 16] uint8, or None
     """
 
     scale: Tensor
@@ -74,8 +74,8 @@ def scale_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int] | None:
     """Shape of the second-level `weight_scale` tensor, uint8, or None without double quantization."""
     if not fmt.double_quant:
         return None
-    bands, groups, _ = packed_shape(fmt, n, k)
-    return bands, -(-groups // supergroup(fmt)), 8 if fmt.symmetric else 16
+    tile_rows, groups, _ = packed_shape(fmt, n, k)
+    return tile_rows, -(-groups // supergroup(fmt)), 8 if fmt.symmetric else 16
 
 
 def format_of(packed: Tensor, scale: Tensor | None, k: int) -> Format:
@@ -106,19 +106,19 @@ def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
     Raises WeightError when a value exceeds fp16.
     """
     n = scale.shape[0]
-    bands = -(-n // ROWS)
+    tile_rows = -(-n // ROWS)
     parts = [scale] if offset is None else [scale, offset]
     check_range(scale, offset)
     if fmt.double_quant:
         stored, supers, values = [], [], []
         for part in parts:
-            code, pair, value = _double_quantize(_bands(part, bands), supergroup(fmt))
+            code, pair, value = _double_quantize(_by_tile_row(part, tile_rows), supergroup(fmt))
             stored.append(code)
             supers.append(pair)
             values.append(_rows(value, n))
         meta, second = torch.cat(stored, -1), torch.cat(supers, -1).view(torch.uint8)
     else:
-        halves = [_bands(part, bands).half() for part in parts]  # [bands, groups, 16] each
+        halves = [_by_tile_row(part, tile_rows).half() for part in parts]  # [tile_rows, groups, 16] each
         meta = torch.cat(halves, -1).view(torch.uint8)
         second = None
         values = [_rows(h.float(), n) for h in halves]
@@ -140,32 +140,34 @@ def _absmax(t: Tensor) -> float:
     return float(t.abs().amax()) if t.numel() else 0.0
 
 
-def _bands(values: Tensor, bands: int) -> Tensor:
-    """[N, groups] -> [bands, groups, 16], rows past N zero."""
+def _by_tile_row(values: Tensor, tile_rows: int) -> Tensor:
+    """[N, groups] -> [tile_rows, groups, 16], rows past N zero."""
     n, groups = values.shape
-    padded = torch.nn.functional.pad(values, (0, 0, 0, bands * ROWS - n)) if bands * ROWS != n else values
-    return padded.reshape(bands, ROWS, groups).permute(0, 2, 1)
+    padded = (
+        torch.nn.functional.pad(values, (0, 0, 0, tile_rows * ROWS - n)) if tile_rows * ROWS != n else values
+    )
+    return padded.reshape(tile_rows, ROWS, groups).permute(0, 2, 1)
 
 
 def _rows(values: Tensor, n: int) -> Tensor:
-    """[bands, groups, 16] -> [n, groups]: inverse of `_bands`."""
+    """[tile_rows, groups, 16] -> [n, groups]: inverse of `_by_tile_row`."""
     return values.permute(0, 2, 1).reshape(-1, values.shape[1])[:n].contiguous()
 
 
 def _double_quantize(values: Tensor, per: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[bands, groups, 16] -> uint8 codes of the same shape, fp32 (step, base) [bands, S, 2], decoded values."""
-    bands, groups, rows = values.shape
+    """[tile_rows, groups, 16] -> uint8 codes of the same shape, fp32 (step, base) [tile_rows, D, 2], decoded values."""
+    tile_rows, groups, rows = values.shape
     pad = -groups % per
-    v = torch.cat((values, values[:, -1:].expand(bands, pad, rows)), 1) if pad else values
-    v = v.reshape(bands, -1, per * rows)
+    v = torch.cat((values, values[:, -1:].expand(tile_rows, pad, rows)), 1) if pad else values
+    v = v.reshape(tile_rows, -1, per * rows)
     low, high = v.amin(-1, keepdim=True), v.amax(-1, keepdim=True)
     step = (high - low) / 255
     code = (
         torch.where(step > 0, (v - low) / step.clamp_min(1e-38), torch.zeros_like(v)).round_().clamp_(0, 255)
     )
-    value = (code * step + low).reshape(bands, groups + pad, rows)[:, :groups]
+    value = (code * step + low).reshape(tile_rows, groups + pad, rows)[:, :groups]
     pair = torch.cat((step, low), -1)
-    return code.to(torch.uint8).reshape(bands, groups + pad, rows)[:, :groups], pair, value
+    return code.to(torch.uint8).reshape(tile_rows, groups + pad, rows)[:, :groups], pair, value
 
 
 def round_to_grid(w: Tensor, grid: Grid, fmt: Format) -> Tensor:
@@ -186,10 +188,10 @@ def encode(codes: Tensor, grid: Grid, fmt: Format) -> Tensor:
     codes: [N, K] uint8    returns: [ceil(N/16), K/G, tile_bytes] uint8
     """
     n, k = codes.shape
-    bands, groups, _ = packed_shape(fmt, n, k)
-    if bands * ROWS != n:
-        codes = torch.nn.functional.pad(codes, (0, 0, 0, bands * ROWS - n))
-    blocks = pack_blocks(codes, fmt.bits).reshape(bands, groups, -1)
+    tile_rows, groups, _ = packed_shape(fmt, n, k)
+    if tile_rows * ROWS != n:
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, tile_rows * ROWS - n))
+    blocks = pack_blocks(codes, fmt.bits).reshape(tile_rows, groups, -1)
     return torch.cat((blocks, grid.stored), -1)
 
 
@@ -199,17 +201,17 @@ def decode(packed: Tensor, scale: Tensor | None, fmt: Format, shape: tuple[int, 
     packed: [ceil(N/16), K/G, tile_bytes] uint8    scale: second-level uint8 tensor or None    returns: [N, K] fp32
     """
     n, k = shape
-    bands, groups, tile = packed.shape
+    tile_rows, groups, tile = packed.shape
     split = tile - _meta_bytes(fmt)
-    blocks = packed[..., :split].reshape(bands, k // BLOCK, block_bytes(fmt.bits))
-    codes = unpack_blocks(blocks, fmt.bits).view(bands, ROWS, groups, -1).float()
+    blocks = packed[..., :split].reshape(tile_rows, k // BLOCK, block_bytes(fmt.bits))
+    codes = unpack_blocks(blocks, fmt.bits).view(tile_rows, ROWS, groups, -1).float()
     step, base = read_metadata(packed[..., split:], scale, fmt)
     w = codes.mul_(step.permute(0, 2, 1)[..., None]).add_(base.permute(0, 2, 1)[..., None])
-    return w.view(bands * ROWS, k)[:n]
+    return w.view(tile_rows * ROWS, k)[:n]
 
 
 def read_metadata(meta: Tensor, scale: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Metadata bytes [bands, groups, M] -> scale and offset, both [bands, groups, 16] fp32."""
+    """Metadata bytes [tile_rows, groups, M] -> scale and offset, both [tile_rows, groups, 16] fp32."""
     if not fmt.double_quant:
         half = meta.contiguous().view(torch.float16).float()
         step = half[..., :ROWS]

@@ -16,7 +16,7 @@ the very last of these sixteen (section 4.3).
 
 In a tile of 16 rows x 8 columns of `weight_packed` [ceil(N/16), K/8, 16 * bits] lie the first stages of its 16 rows,
 two bytes each, little endian, then the second stages, one or two bytes each; of the grid, `bits` bytes a row. Rows
-past N are zero codes. `weight_lattice` is the record of 12 bytes that `Record` draws.
+past N are zero codes. `weight_lattice` is the record of 12 bytes that `LatticeRecord` draws.
 """
 
 import itertools
@@ -159,12 +159,12 @@ def _class_keys(order: Tensor) -> Tensor:
     return torch.stack([sums[:, t + f] + (weight[:, 0] if f else 0) for t, f in CLASSES], -1)
 
 
-def _try_padding(a: Tensor, odd: Tensor, bound: Tensor, found: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _try_padding(a: Tensor, odd: Tensor, bound: Tensor, best: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     """Improve (score, index, mismatch, flipped lane) in place by the patterns of norm 12.
 
     a: [M, 8]    odd: [M] parity of the signs    bound: [M], no pattern of norm 12 has a lower score
     """
-    score, index, mismatch, flipped = found
+    score, index, mismatch, flipped = best
     (rows,) = torch.where(bound < score)
     first = 256 - len(PADDING.split())
     pads = source_patterns()[first:].float().to(a.device) / 2
@@ -198,13 +198,13 @@ def nearest(x: Tensor, fmt: LatticeFormat, ratio: float) -> tuple[Tensor, Tensor
         shifts = fmt.bits * torch.arange(DIM, device=x.device)
         return (lanes.long() << shifts).sum(-1), lanes - top / 2
     codes = nearest_e8p(x)
-    found = e8p_points(x.device)[codes]
+    near = e8p_points(x.device)[codes]
     if fmt.bits == 2:
-        return codes, found
-    rest = (x - found) * ratio
+        return codes, near
+    rest = (x - near) * ratio
     second = nearest_e8(rest) if fmt.bits == 3 else nearest_e8p(rest)
     table = e8_points(x.device) if fmt.bits == 3 else e8p_points(x.device)
-    return codes | second << 16, found.add_(table[second], alpha=1 / ratio)
+    return codes | second << 16, near.add_(table[second], alpha=1 / ratio)
 
 
 def points(codes: Tensor, fmt: LatticeFormat, ratio: float) -> Tensor:
@@ -224,7 +224,7 @@ def points(codes: Tensor, fmt: LatticeFormat, ratio: float) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class LatticeRecord:
     """`weight_lattice`, 12 bytes: codebook (0 e8p, 1 grid), bits, transform (0 hadamard, 1 fourier), 0; two fp32.
 
     scale: of the first stage    second: scale of the second stage, 0 without one
@@ -239,9 +239,9 @@ class Record:
         """First scale / second scale; 1 without a second stage."""
         return self.scale / self.second if self.second else 1.0
 
-    def times(self, factor: float) -> "Record":
+    def times(self, factor: float) -> "LatticeRecord":
         """The record of the same codes for a matrix that is `factor` times as large."""
-        return Record(format=self.format, scale=self.scale * factor, second=self.second * factor)
+        return LatticeRecord(format=self.format, scale=self.scale * factor, second=self.second * factor)
 
     def to_tensor(self) -> Tensor:
         """As stored: uint8 [12]."""
@@ -250,7 +250,7 @@ class Record:
         return torch.tensor(list(struct.pack("<4B2f", *kind, self.scale, self.second)), dtype=torch.uint8)
 
 
-def read_record(stored: Tensor) -> Record:
+def read_record(stored: Tensor) -> LatticeRecord:
     """The record of a stored matrix. Raises ShapeError for bytes that are none."""
     if stored.dtype != torch.uint8 or stored.shape != (RECORD_BYTES,):
         raise ShapeError(
@@ -267,7 +267,7 @@ def read_record(stored: Tensor) -> Record:
     if not finite or (second > 0) != (two_stages and scale > 0):
         raise ShapeError(f"lattice record has scales {scale} and {second}; copy the checkpoint again")
     fmt = LatticeFormat(codebook=CODEBOOKS[codebook], bits=bits, transform=TRANSFORMS[transform])
-    return Record(format=fmt, scale=scale, second=second)
+    return LatticeRecord(format=fmt, scale=scale, second=second)
 
 
 def packed_shape(fmt: LatticeFormat, n: int, k: int) -> tuple[int, int, int]:
@@ -281,7 +281,7 @@ def pack(codes: Tensor, fmt: LatticeFormat) -> Tensor:
     """Lay codewords out in tiles. codes: [N, K/8] int64    returns: [ceil(N/16), K/8, 16 * bits] uint8."""
     n, blocks = codes.shape
     codes = torch.nn.functional.pad(codes, (0, 0, 0, -n % ROWS)).view(-1, ROWS, blocks).mT
-    octets = [((codes >> 8 * i) & 255).to(torch.uint8) for i in range(fmt.bits)]  # each [bands, K/8, 16]
+    octets = [((codes >> 8 * i) & 255).to(torch.uint8) for i in range(fmt.bits)]  # each [tile_rows, K/8, 16]
     if fmt.codebook == "grid":
         return torch.stack(octets, -1).flatten(2)
     stages = [torch.stack(stage, -1).flatten(2) for stage in (octets[:2], octets[2:]) if stage]
@@ -289,21 +289,21 @@ def pack(codes: Tensor, fmt: LatticeFormat) -> Tensor:
 
 
 def unpack(packed: Tensor, fmt: LatticeFormat) -> Tensor:
-    """Inverse of `pack`: [bands, K/8, 16 * bits] uint8 -> [16 * bands, K/8] int64."""
-    bands, blocks, _ = packed.shape
+    """Inverse of `pack`: [tile_rows, K/8, 16 * bits] uint8 -> [16 * tile_rows, K/8] int64."""
+    tile_rows, blocks, _ = packed.shape
     if fmt.codebook == "grid":
-        octets = list(packed.view(bands, blocks, ROWS, fmt.bits).unbind(-1))
+        octets = list(packed.view(tile_rows, blocks, ROWS, fmt.bits).unbind(-1))
     else:
-        octets = list(packed[..., : 2 * ROWS].reshape(bands, blocks, ROWS, 2).unbind(-1))
+        octets = list(packed[..., : 2 * ROWS].reshape(tile_rows, blocks, ROWS, 2).unbind(-1))
         if fmt.bits > 2:
-            octets += packed[..., 2 * ROWS :].reshape(bands, blocks, ROWS, fmt.bits - 2).unbind(-1)
+            octets += packed[..., 2 * ROWS :].reshape(tile_rows, blocks, ROWS, fmt.bits - 2).unbind(-1)
     codes = octets[0].long()
     for i, octet in enumerate(octets[1:], 1):
         codes |= octet.long() << 8 * i
-    return codes.mT.reshape(bands * ROWS, blocks)
+    return codes.mT.reshape(tile_rows * ROWS, blocks)
 
 
-def decode(packed: Tensor, record: Record, shape: tuple[int, int]) -> Tensor:
+def decode(packed: Tensor, record: LatticeRecord, shape: tuple[int, int]) -> Tensor:
     """The transformed matrix that tiles stand for: [N, K] fp32."""
     n, k = shape
     codes = unpack(packed, record.format)[:n]

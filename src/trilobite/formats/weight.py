@@ -39,7 +39,7 @@ SUFFIXES = ("packed", "scale", "lattice", "signs_in", "signs_out", "lra", "lrb")
 class PackedWeight:
     """A quantized matrix [N, K] as stored: codes, scales and an optional low-rank compensator.
 
-    packed: [ceil(N/16), K/G, tile_bytes] uint8        scale: [ceil(N/16), S, 8 or 16] uint8, or None
+    packed: [ceil(N/16), K/G, tile_bytes] uint8        scale: [ceil(N/16), D, 8 or 16] uint8, or None
     lattice: [12] uint8, signs_in, signs_out: uint8, of a lattice format (its G is 8); all or none
     lra: U^T, a factor of R vectors of length N        lrb: V, a factor of R vectors of length K; both or none
     """
@@ -113,8 +113,8 @@ def _check(w: PackedWeight) -> None:
     expected = stored_shapes(w.format, n, k, tuned=tuned)
     for suffix in ("packed", "scale", "lattice", "signs_in", "signs_out"):
         part, shape = getattr(w, suffix), expected.get(suffix)
-        found = None if part is None else (part.dtype, tuple(part.shape))
-        if found != (None if shape is None else (torch.uint8, shape)):
+        stored = None if part is None else (part.dtype, tuple(part.shape))
+        if stored != (None if shape is None else (torch.uint8, shape)):
             has = "absent" if part is None else f"{part.dtype} {list(part.shape)}"
             needs = "none" if shape is None else f"torch.uint8 {list(shape)}"
             raise ShapeError(f"{suffix} is {has}, a [{n}, {k}] matrix in {w.format} needs {needs}")

@@ -29,8 +29,8 @@ from trilobite.models.names import memory_names
 from trilobite.quantize.plan.plan import Plan, PlanLine
 from trilobite.quantize.run.compress import prepare
 from trilobite.quantize.run.identity import run_identity
+from trilobite.quantize.run.lines import quantize_line
 from trilobite.quantize.run.metadata import packed_report
-from trilobite.quantize.run.one_line import quantize_line
 from trilobite.quantize.threads import single_threaded_torch
 from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
 from trilobite.runtime.modules.experts import PackedExperts

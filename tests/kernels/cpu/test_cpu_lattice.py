@@ -93,7 +93,7 @@ def test_every_codeword(tier: str) -> None:
     codes = torch.arange(1 << 16).view(-1, 4) | (torch.arange(1 << 16).view(-1, 4).flip(0) << 16)
     for bits, scale, second in ((2, 4.0, 0.0), (4, 4.0, 2.0), (3, 4.0, 2.0)):
         fmt = LatticeFormat(codebook="e8p", bits=bits, transform="hadamard")
-        record = lattice.Record(format=fmt, scale=scale, second=second)
+        record = lattice.LatticeRecord(format=fmt, scale=scale, second=second)
         w = PackedWeight(
             shape=(len(codes), 32),
             packed=lattice.pack(codes & ((1 << 8 * bits) - 1), fmt),
@@ -206,7 +206,7 @@ def test_what_the_library_does_not_run_the_reference_does(name: str, monkeypatch
     n, k = (32, 40) if name == "e8p-2" else (32, 64)  # 40 is no multiple of 32
     assert not cpu.runs(fmt, n, k)
     signs = [draw_signs(fmt.transform, m, m) for m in (k, n)]
-    record = lattice.Record(format=fmt, scale=0.03)
+    record = lattice.LatticeRecord(format=fmt, scale=0.03)
     w = PackedWeight(
         shape=(n, k),
         packed=torch.zeros(lattice.packed_shape(fmt, n, k), dtype=torch.uint8),

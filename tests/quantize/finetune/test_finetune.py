@@ -27,10 +27,10 @@ from trilobite.quantize.finetune import train as finetune
 from trilobite.quantize.finetune.part import Part
 from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.finetune.train import Course, make_course, train
-from trilobite.quantize.methods.bands import quantize
+from trilobite.quantize.methods.registry import quantize
 from trilobite.quantize.plan.plan import Plan, packed_weight
 from trilobite.quantize.run.compress import prepare
-from trilobite.quantize.run.one_line import pack_line
+from trilobite.quantize.run.lines import pack_line
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import LatticeFormat, load_recipe
 
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_loop, "BATCH", 4 * CONTEXT)
+    monkeypatch.setattr(calibration_loop, "PASS_TOKENS", 4 * CONTEXT)
     monkeypatch.setattr(finetune, "BATCH", 4)
     monkeypatch.setattr(finetune, "EPOCHS", 2)
     monkeypatch.setattr(finetune, "RATE", 1e-4)  # there are few steps
@@ -123,7 +123,7 @@ def packed_block(path: Path, index: int, recipe: str = "quip2-free") -> tuple[Bl
     ids = torch.randint(3, 250, (2, 16), generator=torch.Generator().manual_seed(1))
     model.load("")
     model.load(model.blocks[0])
-    model.record(ids)
+    model.learn_arguments(ids)
     model.load(model.blocks[index])
     return model, plan, read
 
@@ -225,6 +225,18 @@ def test_training_that_only_harms_changes_nothing() -> None:
     )
     assert float(leaf) == 0.5
     assert record == {"before": 0.0, "after": 0.0, "epochs": 0}
+
+
+def test_rates_are_those_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """QuIP# section D: 5e-5, and 5e-4 for sign vectors. Adam's first step is as long as its rate."""
+    monkeypatch.undo()  # what `_small_steps` set
+    monkeypatch.setattr(finetune, "EPOCHS", 1)
+    signs, norm = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    part = SimpleNamespace(trained={"signs": signs, "norm": norm}, signs={"signs"})
+    course = Course(train=torch.tensor([0]), valid=torch.tensor([2]), batch=1, seed=0)
+    train([part], lambda _: (signs - 1).square().sum() + (norm - 1).square().sum(), course, lambda *_: None)
+    assert float(signs.detach()) == pytest.approx(5e-4, rel=1e-3)
+    assert float(norm.detach()) == pytest.approx(5e-5, rel=1e-3)
 
 
 def test_every_third_window_is_set_aside() -> None:

@@ -9,17 +9,17 @@ from trilobite.errors import CalibrationError, ShapeError, WeightError
 from trilobite.formats import affine
 from trilobite.formats.weight import PackedWeight, dequantize
 from trilobite.quantize.methods import hessian as hessian_module
-from trilobite.quantize.methods.bands import quantize_measured
-from trilobite.quantize.methods.gptq import LAZY, gptq
+from trilobite.quantize.methods.gptq import LAZY
 from trilobite.quantize.methods.hessian import (
     DAMPING,
     ENOUGH,
     inverse_factor,
-    share,
+    own_part,
     shrink,
     weighted_error,
 )
-from trilobite.quantize.methods.milo import Compensation
+from trilobite.quantize.methods.quantized import Compensation
+from trilobite.quantize.methods.registry import METHODS
 from trilobite.quantize.methods.search import search
 from trilobite.recipe import Format
 
@@ -100,7 +100,7 @@ def test_against_the_textbook(n: int, k: int, name: str, method: str) -> None:
     """Few codes differ, where a weight lies within fp32 rounding of the middle; they change what follows a little."""
     fmt, w, h = Format.parse(name), weights(n, k), hessian(k)
     wanted = torch.from_numpy(textbook(w, h, fmt, ordered=method != "gptq"))
-    result = gptq(w, fmt, method, h)
+    result = METHODS[method](w, fmt, hessian=h)
     got = dequantize(result.weight).double()
     assert float(((got - wanted).abs() > 1e-6).double().mean()) < 0.03
     e, v = (w.double() - wanted), w.double()
@@ -117,17 +117,17 @@ def test_the_textbook_would_notice_a_fault(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         torch.Tensor, "addmm_", lambda t, a, b, alpha=1: t if alpha == -1 else real(t, a, b, alpha=alpha)
     )
-    got = dequantize(gptq(w, fmt, "gptq", h).weight).double()
+    got = dequantize(METHODS["gptq"](w, fmt, hessian=h).weight).double()
     assert float(((got - wanted).abs() > 1e-6).double().mean()) > 0.1
 
 
 @pytest.mark.parametrize("name", ["int2-g64", "int3-g64", "int4-g64", "int3-g64-dq", "int4-g32-sym-dq"])
 def test_better_than_search_where_it_counts(name: str) -> None:
     fmt, w, h = Format.parse(name), weights(64, 256), hessian(256)
-    plain, _ = quantize_measured(w, fmt, "search")
+    plain = METHODS["search"](w, fmt).weight
     e = w - dequantize(plain)
     for method in ("gptq", "gptq-order"):
-        result = gptq(w, fmt, method, h)
+        result = METHODS[method](w, fmt, hessian=h)
         assert result.proxy < 0.7 * weighted_error(e, h) / weighted_error(w, h)
         found = w - dequantize(result.weight)
         assert result.error == pytest.approx(float(found.norm() / w.norm()), rel=1e-4)
@@ -136,8 +136,8 @@ def test_better_than_search_where_it_counts(name: str) -> None:
 
 def test_an_identity_feeds_nothing_back() -> None:
     fmt, w = Format.parse("int3-g64"), weights(40, 192)
-    result = gptq(w, fmt, "gptq", torch.eye(192))
-    _, error = quantize_measured(w, fmt, "search")
+    result = METHODS["gptq"](w, fmt, hessian=torch.eye(192))
+    error = METHODS["search"](w, fmt).error
     assert result.error == pytest.approx(error, rel=1e-3)
     assert result.proxy == pytest.approx(error**2, rel=2e-3)
 
@@ -156,10 +156,10 @@ def test_a_weight_of_three_is_a_column_three_times(name: str) -> None:
 
 def test_bands_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fmt, w, h = Format.parse("int3-g64-dq"), weights(70, 192), hessian(192)
-    whole = gptq(w, fmt, "gptq", h).weight
+    whole = METHODS["gptq"](w, fmt, hessian=h).weight
     monkeypatch.setattr("trilobite.quantize.methods.gptq.BAND", 192 * 33)
     monkeypatch.setattr(hessian_module, "BAND", 192 * 7)
-    parts = gptq(w, fmt, "gptq", h).weight
+    parts = METHODS["gptq"](w, fmt, hessian=h).weight
     assert torch.equal(whole.packed, parts.packed)
     assert whole.scale is not None
     assert parts.scale is not None
@@ -169,8 +169,10 @@ def test_bands_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("compensator", ["int3", "int8", "fp16"])
 def test_with_a_compensator(compensator: str) -> None:
     fmt, w, h = Format.parse("int2-g64"), weights(96, 128), hessian(128)
-    plain = gptq(w, fmt, "gptq", h)
-    result = gptq(w, fmt, "gptq", h, Compensation(rank=8, compensator=compensator, iterations=20))
+    plain = METHODS["gptq"](w, fmt, hessian=h)
+    result = METHODS["gptq"](
+        w, fmt, hessian=h, compensation=Compensation(rank=8, compensator=compensator, iterations=20)
+    )
     assert result.weight.rank == 8
     assert result.proxy < plain.proxy
     assert result.proxy == min(result.proxies)
@@ -185,7 +187,7 @@ def test_the_low_rank_is_the_best_in_the_norm_of_h() -> None:
     k, h = 96, hessian(96)
     vectors = torch.linalg.eigh(h).eigenvectors
     e = weights(40, 3) @ vectors[:, -3:].T + 1e-3 * weights(40, k - 3) @ vectors[:, :-3].T
-    lra, lrb = _low_rank(e, h, _order(h, "gptq-order"), Compensation(rank=3, compensator="fp16"))
+    lra, lrb = _low_rank(e, h, _order(h, ordered=True), Compensation(rank=3, compensator="fp16"))
     left = e - lra.float().T @ lrb.float()
     assert weighted_error(left, h) < 1e-3 * weighted_error(e, h)
 
@@ -202,15 +204,15 @@ def test_dead_columns_round_to_nearest() -> None:
     fmt, w, h = Format.parse("int3-g32"), weights(20, 64), hessian(64)
     for dead in (3, 40):
         h[dead] = h[:, dead] = 0
-    result = gptq(w, fmt, "gptq", h)
+    result = METHODS["gptq"](w, fmt, hessian=h)
     back = dequantize(result.weight)
     assert float((w - back)[:, [3, 40]].norm() / w[:, [3, 40]].norm()) < 0.3
-    assert gptq(w, fmt, "gptq", torch.zeros(64, 64)).proxy == 0
+    assert METHODS["gptq"](w, fmt, hessian=torch.zeros(64, 64)).proxy == 0
 
 
 def test_a_singular_hessian_is_damped() -> None:
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
-    result = gptq(weights(20, 128), Format.parse("int3-g64"), "gptq", x.T @ x / 5)
+    result = METHODS["gptq"](weights(20, 128), Format.parse("int3-g64"), hessian=x.T @ x / 5)
     assert 0 < result.proxy < 0.03
 
 
@@ -228,16 +230,16 @@ def test_an_indefinite_hessian_is_damped_more() -> None:
 def test_bad_input(bad: float) -> None:
     fmt, w, h = Format.parse("int3-g32"), weights(16, 64), hessian(64)
     with pytest.raises(CalibrationError, match="NaN or infinity") as e:
-        gptq(w, fmt, "gptq", h.clone().fill_diagonal_(bad))
+        METHODS["gptq"](w, fmt, hessian=h.clone().fill_diagonal_(bad))
     assert "\n" not in str(e.value)
     with pytest.raises(WeightError, match="NaN or infinite"):
-        gptq(w.clone().fill_diagonal_(bad), fmt, "gptq", h)
+        METHODS["gptq"](w.clone().fill_diagonal_(bad), fmt, hessian=h)
     with pytest.raises(ShapeError):
-        gptq(w, Format.parse("int3-g128"), "gptq", h)
+        METHODS["gptq"](w, Format.parse("int3-g128"), hessian=h)
 
 
 def test_zero_weights() -> None:
-    result = gptq(torch.zeros(16, 64), Format.parse("int3-g32"), "gptq", hessian(64))
+    result = METHODS["gptq"](torch.zeros(16, 64), Format.parse("int3-g32"), hessian=hessian(64))
     assert (result.error, result.proxy) == (0, 0)
     assert isinstance(result.weight, PackedWeight)
 
@@ -245,9 +247,9 @@ def test_zero_weights() -> None:
 def test_shrinking() -> None:
     k = 8
     own, average = 3 * torch.eye(k), torch.ones(k, k)
-    assert share(0, k) == 0
-    assert share(ENOUGH * k, k) == share(99 * k, k) == 1
-    assert share(k // 2, k) == pytest.approx(0.25)
+    assert own_part(0, k) == 0
+    assert own_part(ENOUGH * k, k) == own_part(99 * k, k) == 1
+    assert own_part(k // 2, k) == pytest.approx(0.25)
     assert torch.equal(shrink(own, average, 1.0, k), own)
     assert torch.allclose(shrink(own, average, 0.25, k), 0.25 * own + 0.75 * average)
     assert torch.equal(shrink(None, average, 0.0, k), average)

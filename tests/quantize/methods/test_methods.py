@@ -11,8 +11,9 @@ from trilobite.checkpoint.source import open_source
 from trilobite.errors import ShapeError, WeightError
 from trilobite.formats.weight import dequantize
 from trilobite.kernels.cpu import quantize as cpu_quantize
-from trilobite.quantize.methods.bands import METHODS, bands, quantize, relative_error
+from trilobite.quantize.methods.bands import SCALES, bands, relative_error
 from trilobite.quantize.methods.hqq import BETA, ITERATIONS, KAPPA, P, hqq
+from trilobite.quantize.methods.registry import quantize
 from trilobite.quantize.methods.rtn import rtn
 from trilobite.quantize.methods.search import search
 from trilobite.quantize.plan.statistics import kurtosis, residual_rank, sample_roles
@@ -80,7 +81,7 @@ def test_error_on_gaussian_weights(
 @pytest.mark.parametrize(
     "text", ["int3-g64", "int2-g32", "int4-g128", "int3-g64-sym", "int3-g64-dq", "int8-channel"]
 )
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCALES)
 def test_relative_error_is_that_of_the_decoded_matrix(text: str, method: str) -> None:
     w = normal(37, 256).bfloat16()
     packed = quantize(w, Format.parse(text), method)
@@ -200,7 +201,7 @@ def test_hqq_far_from_zero() -> None:
 
 
 @pytest.mark.usefixtures("inner_loops")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCALES)
 @pytest.mark.parametrize("text", ["int3-g64", "int2-g64-sym", "int3-g64-dq", "int8-g64", "int2-channel"])
 @pytest.mark.parametrize("value", [0.0, 0.5, 0.3, -0.3, 1e-3, 1e4])
 def test_constant_groups_are_exact_within_fp16(method: str, text: str, value: float) -> None:
@@ -212,7 +213,7 @@ def test_constant_groups_are_exact_within_fp16(method: str, text: str, value: fl
 
 
 @pytest.mark.usefixtures("inner_loops")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCALES)
 @pytest.mark.parametrize("sigma", [1e-7, 1e-5, 1e3, 1e4])
 def test_tiny_and_large_weights(method: str, sigma: float) -> None:
     w = normal(20, 128) * sigma
@@ -222,7 +223,7 @@ def test_tiny_and_large_weights(method: str, sigma: float) -> None:
 
 
 @pytest.mark.usefixtures("inner_loops")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCALES)
 def test_weights_beyond_every_fp16_scale_are_refused(method: str) -> None:
     with pytest.raises(WeightError, match="out of range"):
         quantize(normal(16, 64).bfloat16() * 1e30, INT3, method)
@@ -230,7 +231,7 @@ def test_weights_beyond_every_fp16_scale_are_refused(method: str) -> None:
 
 @pytest.mark.usefixtures("inner_loops")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCALES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nan_and_infinity_are_refused(bad: float, method: str, dtype: torch.dtype) -> None:
     w = normal(33, 64).to(dtype)
@@ -241,13 +242,13 @@ def test_nan_and_infinity_are_refused(bad: float, method: str, dtype: torch.dtyp
 
 def test_bf16_and_fp32_input_give_the_same_bytes() -> None:
     w = normal(40, 128).bfloat16()
-    for method in METHODS:
+    for method in SCALES:
         assert torch.equal(quantize(w, INT3, method).packed, quantize(w.float(), INT3, method).packed)
 
 
 def test_bands_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     w = normal(100, 128)
-    whole = {m: quantize(w, INT3, m).packed for m in METHODS}
+    whole = {m: quantize(w, INT3, m).packed for m in SCALES}
     monkeypatch.setattr("trilobite.quantize.methods.bands.BAND", 16 * 128)
     assert len(list(bands(100, 128))) == 7
     for method, packed in whole.items():
@@ -262,7 +263,7 @@ def test_bands_cover_every_row_once(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["int3-g64", "int2-g32", "int4-g128", "int8-channel", "int3-g64-sym"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCALES)
 def test_twins_agree(text: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for weights in the middle between two codes."""
     w, fmt = normal(48, 256) * 0.02 + 0.01, Format.parse(text)

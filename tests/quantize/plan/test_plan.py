@@ -14,7 +14,7 @@ from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.errors import ArchitectureError, CheckpointError, RecipeError, ShapeError
 from trilobite.quantize.plan.plan import Plan, make_plan, plan_json
-from trilobite.quantize.run.one_line import quantize_line
+from trilobite.quantize.run.lines import quantize_line
 from trilobite.recipe import BODY_ROLES, Format, Recipe, Role, Rule, load_recipe, parse_format
 
 ONE_LAYER = "model.layers.0"

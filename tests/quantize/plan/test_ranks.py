@@ -9,10 +9,10 @@ from trilobite.errors import RecipeError
 from trilobite.formats.weight import low_rank_bytes
 from trilobite.quantize.plan.ranks import (
     Candidate,
+    apportion,
     assign_ranks,
-    expert_shares,
     rank_cap,
-    share,
+    relative_usage,
     weight_bytes,
 )
 from trilobite.recipe import Format, Role, parse_policies
@@ -114,10 +114,10 @@ sharing = st.integers(1, 12).flatmap(
 @settings(deadline=None, max_examples=100)
 def test_share_holds_the_average_within_the_caps(case: tuple[list[float], list[int], int]) -> None:
     scores, caps, average = case
-    found = share(scores, caps, average)
+    found = apportion(scores, caps, average)
     assert all(0 <= r <= c for r, c in zip(found, caps, strict=True))
     assert sum(found) == min(average * len(scores), sum(caps))
-    assert share(scores, caps, average) == found
+    assert apportion(scores, caps, average) == found
 
 
 @given(sharing)
@@ -125,7 +125,7 @@ def test_share_holds_the_average_within_the_caps(case: tuple[list[float], list[i
 def test_share_is_fair(case: tuple[list[float], list[int], int]) -> None:
     """Of two with room left, the one with the larger score never gets less (but for the rounding of one)."""
     scores, caps, average = case
-    found = share(scores, caps, average)
+    found = apportion(scores, caps, average)
     for i, a in enumerate(scores):
         for j, b in enumerate(scores):
             if a > b and found[i] < caps[i]:
@@ -133,10 +133,10 @@ def test_share_is_fair(case: tuple[list[float], list[int], int]) -> None:
 
 
 def test_share_of_nothing() -> None:
-    assert share([], [], 5) == []
-    assert share([1.0, 2.0], [5, 5], 0) == [0, 0]
-    assert share([0.0, 0.0], [5, 5], 3) == [3, 3]
-    assert share([1.0], [0], 3) == [0]
+    assert apportion([], [], 5) == []
+    assert apportion([1.0, 2.0], [5, 5], 0) == [0, 0]
+    assert apportion([0.0, 0.0], [5, 5], 3) == [3, 3]
+    assert apportion([1.0], [0], 3) == [0]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -159,7 +159,7 @@ def test_caps_at_the_ends() -> None:
     assert 4096 / 7 < rank_cap(Format(bits=3, group=64), "int3", 4096, 4096, capped=True) < 4096 / 6
 
 
-def test_expert_shares_are_relative_to_the_mean_of_the_layer() -> None:
-    shares = expert_shares({0: [1, 3, 4, 0], 3: [0, 0]})
+def test_usage_is_relative_to_the_mean_of_the_layer() -> None:
+    shares = relative_usage({0: [1, 3, 4, 0], 3: [0, 0]})
     assert shares == {(0, 0): 0.5, (0, 1): 1.5, (0, 2): 2.0, (0, 3): 0.0, (3, 0): 1.0, (3, 1): 1.0}
     assert math.isclose(sum(v for (layer, _), v in shares.items() if layer == 0), 4)

@@ -40,32 +40,32 @@ class BlockModel(BlockWeights):
 
         ids: [B, T] int64    returns: [B, T, H]
         """
-        found: list[Tensor] = []
+        entered: list[Tensor] = []
 
         def first(*args: Any, **kwargs: Any) -> None:
-            found.append(_split(args, kwargs)[0])
+            entered.append(_split(args, kwargs)[0])
             raise _Stop
 
         with self._replaced({self.blocks[0]: first}):
             self._forward(ids)
-        return found[0]
+        return entered[0]
 
     @torch.no_grad()
-    def record(self, ids: Tensor) -> None:
+    def learn_arguments(self, ids: Tensor) -> None:
         """Learn what each block is called with for a batch of this shape. Block 0 must be loaded, and the outside.
 
         ids: [S, T] int64, at least one window    Raises ArchitectureError where it depends on the tokens.
         """
         size = len(ids)
         if size not in self._arguments:
-            self._arguments[size] = self._recorded(ids)
+            self._arguments[size] = self._called_with(ids)
 
-    def _recorded(self, ids: Tensor) -> dict[str, Arguments]:
-        found: dict[str, Arguments] = {}
+    def _called_with(self, ids: Tensor) -> dict[str, Arguments]:
+        arguments: dict[str, Arguments] = {}
 
         def first(*args: Any, **kwargs: Any) -> None:
             hidden, rest, named = _split(args, kwargs)
-            found[self.blocks[0]] = rest, named
+            arguments[self.blocks[0]] = rest, named
             out = type(block).forward(block, hidden, *rest, **named)
             self._tuples = isinstance(out, tuple)
             raise _Stop
@@ -73,26 +73,27 @@ class BlockModel(BlockWeights):
         def passer(name: str) -> Callable[..., Any]:
             def hand_on(*args: Any, **kwargs: Any) -> Any:
                 hidden, rest, named = _split(args, kwargs)
-                found[name] = rest, named
+                arguments[name] = rest, named
                 return self._output(hidden)
 
             return hand_on
 
         block = self._modules[self.blocks[0]]
+        # Twice: what a block returns (a tuple or not) shows only on a block that runs, and `passer` has to return it.
         with self._replaced({self.blocks[0]: first}):
             self._forward(ids)
         with self._replaced({name: passer(name) for name in self.blocks}):
             self._forward(ids)
-        if missing := [name for name in self.blocks if name not in found]:
+        if missing := [name for name in self.blocks if name not in arguments]:
             raise ArchitectureError(f"{missing[0]}: is never run by its model, which cannot be calibrated")
-        return found
+        return arguments
 
     def check_arguments(self, ids: Tensor) -> None:
         """Raise ArchitectureError when two windows call a block with different things besides hidden states.
 
         ids: [S, T] int64
         """
-        one, other = self._recorded(ids[:1]), self._recorded(ids[-1:])
+        one, other = self._called_with(ids[:1]), self._called_with(ids[-1:])
         for name in self.blocks:
             if not _same(one[name], other[name]):
                 raise ArchitectureError(
@@ -149,10 +150,10 @@ class BlockModel(BlockWeights):
 
         ids: [B, T] int64    hidden: [B, T, H]    returns: [B, T, H]
         """
-        found: list[Tensor] = []
+        entered: list[Tensor] = []
         with self._giving(hidden):
-            self._forward(ids, found)
-        return found[0]
+            self._forward(ids, entered)
+        return entered[0]
 
     def _forward(self, ids: Tensor, head_inputs: list[Tensor] | None = None) -> None:
         """The whole model up to its head."""

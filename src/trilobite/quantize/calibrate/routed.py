@@ -1,15 +1,15 @@
 """The Hessians of routed experts: their tokens, taken from what entered the module that holds them all."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trilobite.quantize.calibrate.model import BlockModel
-from trilobite.quantize.calibrate.receiver import Receiver, Records
 from trilobite.quantize.calibrate.stacked_experts import intermediate
-from trilobite.quantize.methods.hessian import ENOUGH, HessianSum, hessian_note, share, shrink
+from trilobite.quantize.methods.hessian import ENOUGH, HessianSum, hessian_note, own_part, shrink
+from trilobite.quantize.naming import naming
 from trilobite.quantize.plan.plan import PlanLine
 
 ROWS = 4096
@@ -21,11 +21,9 @@ AVERAGE = 8
 class Routed:
     """What entered one module of stacked experts, and which expert every token went to."""
 
-    def __init__(
-        self, model: BlockModel, path: str, receiver: Receiver, buffer: Callable[[int, torch.dtype], Tensor]
-    ) -> None:
-        """path: of the module    buffer: room for [tokens, H], given H and a dtype."""
-        self.model, self.receiver, self.buffer = model, receiver, buffer
+    def __init__(self, model: BlockModel, path: str, room: Callable[[int, torch.dtype], Tensor]) -> None:
+        """path: of the module    room: for [tokens, H], given H and a dtype."""
+        self.model, self.path, self.room = model, path, room
         self.experts: Any = model.module(path)
         self.index: list[Tensor] = []
         self.states: Tensor | None = None
@@ -34,7 +32,7 @@ class Routed:
     def put(self, first: int, states: Tensor, index: Tensor) -> None:
         """Keep a batch. first: its first token of all    states: [T, H]    index: [T, A]; batches come in order."""
         if self.states is None:
-            self.states = self.buffer(states.shape[1], states.dtype)
+            self.states = self.room(states.shape[1], states.dtype)
         self.states[first : first + len(states)] = states.to(self.states.device)
         self.index.append(index.to("cpu", torch.int32))
 
@@ -42,13 +40,14 @@ class Routed:
         """All batches are there: sort tokens by expert; the layer's average, if any expert wanted saw too few."""
         index = torch.cat(self.index)
         tokens, slots = index.shape
+        # Stable: the tokens of an expert stay in the order of the text, in which sums are taken.
         order = index.flatten().argsort(stable=True)
         counts = torch.bincount(index.flatten(), minlength=self.count)[: self.count]
         ends = counts.cumsum(0).tolist()
-        at = torch.arange(tokens).repeat_interleave(slots)[order]
-        self.rows = [at[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
+        rows = torch.arange(tokens).repeat_interleave(slots)[order]
+        self.rows = [rows[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
         lines = [(len(self.rows[e]), line) for e, of_e in wanted.items() for line in of_e]
-        scarce = {_side(line): line.matrix.shape[1] for n, line in lines if n < ENOUGH * line.matrix.shape[1]}
+        scarce = {_side(line) for n, line in lines if n < ENOUGH * line.matrix.shape[1]}
         if scarce and ends[-1]:
             self._average(scarce, ends[-1])
 
@@ -57,17 +56,24 @@ class Routed:
         """Experts of the layer. Higher indices mean none."""
         return len(self.experts.down_proj)
 
-    def _average(self, sides: Mapping[str, int], total: int) -> None:
+    def _average(self, sides: Collection[str], total: int) -> None:
         """E[x x^T] over evenly spread pairs of token and expert: every expert counts as much as it is used."""
         sums = {side: HessianSum() for side in sides}
-        stride = max(1, total // (AVERAGE * max(sides.values())))
+        # By the wider side, wanted or not: a resumed run wants less, and has to pick the same tokens.
+        stride = max(1, total // (AVERAGE * self._widest))
         before = 0
         for expert, rows in enumerate(self.rows):
             picked = rows[-before % stride :: stride]
             before += len(rows)
             for part in torch.split(picked, ROWS) if len(picked) else ():
                 self._add(sums, expert, part)
-        self.average |= {side: s.mean() for side, s in sums.items() if s.tokens}
+        with naming(self.path):
+            self.average |= {side: s.mean() for side, s in sums.items() if s.tokens}
+
+    @property
+    def _widest(self) -> int:
+        """The larger one of H and I."""
+        return int(max(self.experts.down_proj.shape[1:]))
 
     @torch.no_grad()
     def _add(self, sums: Mapping[str, HessianSum], expert: int, rows: Tensor) -> None:
@@ -80,12 +86,13 @@ class Routed:
 
     def parallel(self, jobs: int, memory: int) -> int:
         """Experts in work at a time: their Hessians, each with the four copies of factoring it, fit half the bound."""
-        each = 5 * 4 * int(max(self.experts.down_proj.shape[1:])) ** 2
+        each = 5 * 4 * self._widest**2
         return max(1, min(jobs, memory // 2 // each))
 
-    def work(self, expert: int, lines: Sequence[PlanLine]) -> Records:
-        """Sum up the Hessians of one expert and hand them out, the inputs' first."""
-        found: Records = []
+    def hessians(
+        self, expert: int, lines: Sequence[PlanLine]
+    ) -> Iterator[tuple[Sequence[PlanLine], Tensor, dict[str, Any]]]:
+        """Lines of one expert with the Hessian that they share and what to note of it, those of its inputs first."""
         rows = self.rows[expert]
         for side in ("in", "mid"):
             of_side = [line for line in lines if _side(line) == side]
@@ -95,12 +102,12 @@ class Routed:
             for part in torch.split(rows, ROWS) if len(rows) else ():
                 self._add(sums, expert, part)
             k = of_side[0].matrix.shape[1]
-            part_own = share(len(rows), k)
-            own = sums[side].mean() if len(rows) else None
-            h = shrink(own, self.average[side], part_own, k)
+            counts = own_part(len(rows), k)
+            with naming(of_side[0].matrix.name):
+                own = sums[side].mean() if len(rows) else None
+            h = shrink(own, self.average[side], counts, k)
             del own, sums
-            found += self.receiver.take(of_side, h, hessian_note(len(rows), part_own))
-        return found
+            yield of_side, h, hessian_note(len(rows), counts)
 
 
 def _side(line: PlanLine) -> str:

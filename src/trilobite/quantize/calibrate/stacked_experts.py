@@ -30,12 +30,12 @@ def stacked_experts(experts: Any, matrices: Mapping[tuple[int, str], Tensor]) ->
     def stack(*projections: str) -> Tensor:
         rows = [[matrices[e, p] for p in projections] for e in range(count)]
         if len(projections) == 1:
-            found = torch.stack([row[0] for row in rows])
+            stacked = torch.stack([row[0] for row in rows])
         elif getattr(experts, "is_concatenated", True):
-            found = torch.stack([torch.cat(row) for row in rows])
+            stacked = torch.stack([torch.cat(row) for row in rows])
         else:
-            found = torch.stack([torch.stack(row, 1).flatten(0, 1) for row in rows])
-        return found.mT if getattr(experts, "is_transposed", False) else found
+            stacked = torch.stack([torch.stack(row, 1).flatten(0, 1) for row in rows])
+        return stacked.mT if getattr(experts, "is_transposed", False) else stacked
 
     first = _first(experts)
     return {

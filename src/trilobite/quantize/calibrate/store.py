@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,8 +24,11 @@ from torch import Tensor
 
 from trilobite.checkpoint.files import explained, locked, write_whole
 from trilobite.errors import CalibrationError
-from trilobite.quantize.calibrate.receiver import Record, Records
+from trilobite.quantize.calibrate.protocols import Record, Records
 from trilobite.quantize.plan.plan import PlanLine
+
+if TYPE_CHECKING:  # brings transformers along
+    from trilobite.quantize.calibrate.model import BlockModel
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -54,18 +57,18 @@ class HessianStore:
         """The manifest on disk, or that of a new folder."""
         folder, wanted = self.folder, self._wanted
         if (folder / MANIFEST).exists():
-            found = _read(folder / MANIFEST)
-            if found["source"] != self._source:
+            manifest = _read(folder / MANIFEST)
+            if manifest["source"] != self._source:
                 raise CalibrationError(
                     f"{folder}: holds the Hessians of another checkpoint; choose another folder for this one's"
                 )
-            if wanted is not None and found["calibration"] != dict(wanted):
-                differs = [k for k in wanted if found["calibration"].get(k) != wanted[k]]
+            if wanted is not None and manifest["calibration"] != dict(wanted):
+                differs = [k for k in wanted if manifest["calibration"].get(k) != wanted[k]]
                 raise CalibrationError(
                     f"{folder}: was collected on another calibration ({', '.join(differs)} differ); choose another "
                     "folder, or the same text and options"
                 )
-            return found
+            return manifest
         if wanted is None:
             raise CalibrationError(
                 f"{folder}: holds no {MANIFEST}; collect Hessians with --save-hessians and --propagate original"
@@ -141,9 +144,12 @@ class HessianStore:
         """Remember where the Hessian of a line is."""
         self._rows[line.matrix.name] = record
 
-    def unseen(self, names: Sequence[str]) -> None:
+    def unseen(self, lines: Sequence[PlanLine]) -> None:
         """Note matrices that the model never runs."""
-        self._note({name: {"tokens": 0} for name in names})
+        self._note({line.matrix.name: {"tokens": 0} for line in lines})
+
+    def put(self, model: "BlockModel", index: int) -> None:
+        """Nothing is packed here: only the original model's Hessians are kept."""
 
     def _note(self, rows: Mapping[str, Record]) -> None:
         """Add matrices to the manifest."""
@@ -179,15 +185,17 @@ def _read(path: Path) -> dict[str, Any]:
     """A manifest. Raises CalibrationError."""
     remedy = f"delete {path.parent} and {AGAIN}"
     try:
-        found = json.loads(path.read_bytes())
+        manifest = json.loads(path.read_bytes())
     except (OSError, ValueError) as e:
         raise CalibrationError(f"{path}: cannot be read; {remedy}") from e
-    if isinstance(found, dict) and found.get("version", VERSION) != VERSION:
-        raise CalibrationError(f"{path}: version {found['version']}, this release reads {VERSION}; {remedy}")
+    if isinstance(manifest, dict) and manifest.get("version", VERSION) != VERSION:
+        raise CalibrationError(
+            f"{path}: version {manifest['version']}, this release reads {VERSION}; {remedy}"
+        )
     types = {"version": int, "source": object, "calibration": dict, "matrices": dict}
-    if not _has(found, types) or not all(_is_entry(entry) for entry in found["matrices"].values()):
+    if not _has(manifest, types) or not all(_is_entry(entry) for entry in manifest["matrices"].values()):
         raise CalibrationError(f"{path}: not a manifest of Hessians; {remedy}")
-    return {key: found[key] for key in types}
+    return {key: manifest[key] for key in types}
 
 
 def _is_entry(entry: Any) -> bool:

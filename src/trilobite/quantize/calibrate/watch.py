@@ -46,8 +46,8 @@ class Watch:
 
     def routed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """By experts module: hidden states [T, H] and the indices of their experts [T, A]."""
-        found: dict[str, tuple[Tensor, Tensor]] = self._notes.routed
-        return found
+        noted: dict[str, tuple[Tensor, Tensor]] = self._notes.routed
+        return noted
 
     def _linear(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -87,8 +87,8 @@ class BlockWeights:
 
     def module(self, path: str) -> nn.Module:
         """A module by its name in memory."""
-        found: nn.Module = self._modules[path]
-        return found
+        module: nn.Module = self._modules[path]
+        return module
 
     def load(self, block: str) -> None:
         """Bring a block's weights in; "" is everything outside of the blocks. Raises CheckpointError."""
@@ -103,16 +103,16 @@ class BlockWeights:
             device_map={"": self.device},
         )
         with quiet():
-            found, _ = convert_and_load_state_dict_in_model(self.model, tensors, config)
+            report, _ = convert_and_load_state_dict_in_model(self.model, tensors, config)
         prefix = f"{block}." if block else ""
         wanted = {
-            n for n in found.missing_keys if n.startswith(prefix) and (block or self._block_index(n) is None)
+            n for n in report.missing_keys if n.startswith(prefix) and (block or self._block_index(n) is None)
         }
-        wanted -= set(self.model.all_tied_weights_keys)
-        bad = sorted(wanted | {m[0] for m in found.mismatched_keys})
-        if bad or found.conversion_errors:
+        wanted -= set(self.model.all_tied_weights_keys)  # they are on disk under the name of the other
+        bad = sorted(wanted | {m[0] for m in report.mismatched_keys})
+        if bad or report.conversion_errors:
             raise CheckpointError(
-                f"{self.source.path}: {bad[0] if bad else next(iter(found.conversion_errors))} is missing or has "
+                f"{self.source.path}: {bad[0] if bad else next(iter(report.conversion_errors))} is missing or has "
                 "another shape than its model; copy the checkpoint again"
             )
 
@@ -138,14 +138,14 @@ class BlockWeights:
     def parameter(self, matrix: Matrix) -> str | None:
         """Name in memory of the parameter that a kept tensor is; None where it is none of its own."""
         name = self._translate(matrix.name)
-        found = self._modules.get(name.rpartition(".")[0])
-        own = None if found is None else found._parameters.get(name.rpartition(".")[2])
+        owner = self._modules.get(name.rpartition(".")[0])
+        own = None if owner is None else owner._parameters.get(name.rpartition(".")[2])
         return name if own is not None and tuple(own.shape) == matrix.shape else None
 
     def parameters(self, block: str) -> dict[str, Tensor]:
         """The parameters of a loaded block by name, "" is everything outside of the blocks but the embedding."""
         index = self._index.get(block)
-        found = {
+        parameters = {
             f"{path}.{name}".lstrip("."): parameter.detach()
             for path, module in self._modules.items()
             if self._block_index(path) == index
@@ -153,10 +153,10 @@ class BlockWeights:
             if parameter is not None
         }
         for name, source in self.model.all_tied_weights_keys.items():
-            if name in found and source in found:
-                found[name] = found[source]
+            if name in parameters and source in parameters:
+                parameters[name] = parameters[source]
         embedding = self.model.get_input_embeddings()
-        return {n: p for n, p in found.items() if self._modules[n.rpartition(".")[0]] is not embedding}
+        return {n: p for n, p in parameters.items() if self._modules[n.rpartition(".")[0]] is not embedding}
 
 
 def _skeleton(source: Source, device: torch.device) -> PreTrainedModel:
@@ -177,6 +177,7 @@ def _skeleton(source: Source, device: torch.device) -> PreTrainedModel:
     for module, name in owners:
         if (buffer := module._buffers[name]) is not None:
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    # transformers fills the buffers where it initialises parameters, and skips modules that it has marked as done.
     for module in model.modules():
         if hasattr(module, "_is_hf_initialized"):
             del module._is_hf_initialized
@@ -206,13 +207,13 @@ def _stack(model: PreTrainedModel, where: str) -> str:
         for name, m in model.named_modules()
         if isinstance(m, nn.ModuleList) and len(m) == count and count
     ]
-    found: str | None = min(lists, key=lambda name: name.count("."), default=None)
-    if found is None:
+    stack: str | None = min(lists, key=lambda name: name.count("."), default=None)
+    if stack is None:
         raise ArchitectureError(
             f"{where}: {type(model).__name__} has no list of {count} decoder blocks to run one by one; choose a "
             "recipe without calibration"
         )
-    return found
+    return stack
 
 
 def _original(source: Source, matrix: Matrix) -> tuple[str, Tensor]:

@@ -129,12 +129,12 @@ def _stretches(text: str, count: int) -> Iterator[str]:
 def _cut(part: str, length: int, encode: Any, chance: random.Random) -> list[int]:
     """`length` tokens from a random word of a stretch on; [] where it holds too few."""
     room = max(1, len(part) - CHARACTERS * length)
-    at = chance.randrange(room)
-    space = part.find(" ", at)
-    at = space + 1 if 0 <= space < room else at
+    begin = chance.randrange(room)
+    space = part.find(" ", begin)
+    begin = space + 1 if 0 <= space < room else begin
     size = CHARACTERS * length
     while True:
-        first = max(0, min(at, len(part) - size))
+        first = max(0, min(begin, len(part) - size))
         ids: list[int] = encode(part[first : first + size])
         if len(ids) >= length:
             return ids[:length]

@@ -130,7 +130,7 @@ class Part:
 
     def _complete(self, modules: Sequence[str]) -> dict[str, dict[tuple[int, str], Tensor | _Lattice]]:
         """All matrices of the modules of experts that hold a packed one."""
-        found = {}
+        by_module = {}
         for path in modules:
             experts: Any = self.model.module(path)
             check_experts(experts, path)
@@ -142,8 +142,8 @@ class Part:
                     if own is None:
                         own = expert_matrix(experts, e, projection).detach().float().clone()
                     matrices[e, projection] = own
-            found[path] = matrices
-        return found
+            by_module[path] = matrices
+        return by_module
 
     def parameters(self) -> dict[str, Tensor]:
         """All parameters by name, fp32, with the values that will be stored."""
@@ -152,14 +152,14 @@ class Part:
         def matrix(source: Tensor | _Lattice) -> Tensor:
             return source if isinstance(source, Tensor) else source.matrix(*(now[n] for n in source.names))
 
-        found = self._constants | {name: now[stored] for name, stored in self._kept.items()}
+        parameters = self._constants | {name: now[stored] for name, stored in self._kept.items()}
         for place, source in self._packed.items():
             if place.expert is None:
-                found[f"{place.module}.weight"] = matrix(source)
+                parameters[f"{place.module}.weight"] = matrix(source)
         for path, of_path in self._experts.items():
             stacked = stacked_experts(self.model.module(path), {k: matrix(v) for k, v in of_path.items()})
-            found |= {f"{path}.{name}": tensor for name, tensor in stacked.items()}
-        return found
+            parameters |= {f"{path}.{name}": tensor for name, tensor in stacked.items()}
+        return parameters
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The block on a batch. hidden: [B, T, H]    returns: [B, T, H] fp32."""
@@ -167,8 +167,8 @@ class Part:
 
     def values(self) -> dict[str, Tensor]:
         """What is trained, by stored name, as stored."""
-        found = {}
+        values = {}
         for name, x in self.trained.items():
             value = x.detach().to(self._dtypes[name]).cpu()
-            found[name] = value.view(torch.uint8) if name in self.signs else value
-        return found
+            values[name] = value.view(torch.uint8) if name in self.signs else value
+        return values

@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from trilobite.errors import CalibrationError
 from trilobite.quantize.calibrate.model import BlockModel
+from trilobite.quantize.calibrate.protocols import Buffer
 from trilobite.quantize.finetune.part import Part
 from trilobite.quantize.finetune.store import WHOLE, TunedStore, part_name
-from trilobite.quantize.plan.plan import PlanLine, Progress
+from trilobite.quantize.plan.plan import PlanLine
+from trilobite.quantize.watcher import SILENT, Watcher
 
 RATE, SIGNS_RATE = 5e-5, 5e-4
 """Adam's learning rates (section D): of norms, routers and a head, and of sign vectors."""
@@ -31,7 +33,6 @@ VALIDATION = 3
 TRAINING_BYTES = 24
 """Memory of a weight in training: codes decoded, both rotations, the parameter, and gradients."""
 
-Buffer = Callable[[tuple[int, ...], torch.dtype], Tensor]
 Tick = Callable[[int, int], None]
 
 
@@ -118,8 +119,7 @@ class Tuner:
     store: TunedStore
     seed: int
     memory: int
-    progress: Progress | None = None
-    on_note: Callable[[str], None] | None = None
+    watcher: Watcher = SILENT
 
     def sizes(self, windows: int) -> set[int]:
         """How many windows a batch of any course may have. Raises CalibrationError when there are too few."""
@@ -128,16 +128,6 @@ class Tuner:
     def wants(self, block: int) -> bool:
         """Whether a block is still to be trained."""
         return not self.store.has(part_name(block))
-
-    @torch.no_grad()
-    def put(self, model: BlockModel, block: str) -> None:
-        """Give a loaded block the tuned values of what is kept in 16 bit."""
-        own = model.parameters(block)
-        for line in self.lines:
-            if line.format is None and line.matrix.name in self.store:
-                name = model.parameter(line.matrix)
-                if name in own:
-                    own[name].copy_(self.store[line.matrix.name])
 
     def tune_block(self, model: BlockModel, index: int, hidden: Tensor, buffer: Buffer) -> None:
         """Train a block, loaded with its original weights, on what enters it. hidden: [S, T, H]."""
@@ -160,8 +150,7 @@ class Tuner:
             return (part(hidden[rows].to(model.device)) - wanted).square().mean() / scale
 
         def tick(done: int, total: int) -> None:
-            if self.progress:
-                self.progress("fine-tune", index * total + done, len(model.blocks) * total)
+            self.watcher.progress("fine-tune", index * total + done, len(model.blocks) * total)
 
         record = train([part], loss, make_course(len(hidden), BATCH, self.seed + index), tick)
         self.store.put(part_name(index), part.values(), record)
@@ -176,7 +165,7 @@ class Tuner:
         model.load("")
         model.load(model.blocks[0])
         for size in sorted(self.sizes(len(ids))):
-            model.record(ids[:size])
+            model.learn_arguments(ids[:size])
         parts, final = self._whole_model(model, ids, buffer, keep=fits)
         originals = _originals(model, "")
         outside = Part(model, "", self.lines, self.read)
@@ -192,12 +181,11 @@ class Tuner:
                 )
             with torch.no_grad():
                 wanted = model.logits(of_rows, final[rows].to(model.device), originals).log_softmax(-1)
-            found = model.logits(of_rows, hidden, outside.parameters()).log_softmax(-1)
-            return (wanted.exp() * (wanted - found)).sum(-1).mean()
+            ours = model.logits(of_rows, hidden, outside.parameters()).log_softmax(-1)
+            return (wanted.exp() * (wanted - ours)).sum(-1).mean()
 
         def tick(done: int, total: int) -> None:
-            if self.progress:
-                self.progress("fine-tune all", done, total)
+            self.watcher.progress("fine-tune all", done, total)
 
         record = train([*parts, outside], loss, make_course(len(ids), 1, self.seed), tick)
         values: Mapping[str, Tensor] = {k: v for part in (*parts, outside) for k, v in part.values().items()}
@@ -226,11 +214,9 @@ class Tuner:
         return parts, final
 
     def _note(self, what: str, record: Mapping[str, Any]) -> None:
-        if self.on_note:
-            self.on_note(
-                f"fine-tune, {what} {record['before']:.4g} -> {record['after']:.4g}, best after epoch "
-                f"{record['epochs']}"
-            )
+        self.watcher.note(
+            f"fine-tune, {what} {record['before']:.4g} -> {record['after']:.4g}, best after epoch {record['epochs']}"
+        )
 
 
 def _originals(model: BlockModel, path: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Quantize one matrix with one method: the loop over bands of rows that every method shares."""
+"""The loop over bands of rows: find the scales of each, round it, fill its tiles."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from torch import Tensor
 from trilobite.errors import WeightError
 from trilobite.formats import affine
 from trilobite.formats.bitpack import ROWS
-from trilobite.formats.weight import PackedWeight, dequantize
+from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
 from trilobite.kernels.cpu import quantize as cpu_quantize
 from trilobite.quantize.methods.hqq import hqq
-from trilobite.quantize.methods.ldlq import quantize_lattice
+from trilobite.quantize.methods.quantized import Quantized
 from trilobite.quantize.methods.rtn import rtn
-from trilobite.quantize.methods.search import STEPS, Line, search
-from trilobite.recipe import AnyFormat, Format, LatticeFormat
+from trilobite.quantize.methods.search import STEPS, Scales, search
+from trilobite.recipe import Format
 
-METHODS: dict[str, Callable[[Tensor, Format], Line]] = {"rtn": rtn, "search": search, "hqq": hqq}
+SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {"rtn": rtn, "search": search, "hqq": hqq}
+"""How scale and offset of groups are found, by method."""
 BAND = 1 << 18
 """Weights that are quantized at a time: the working set stays in the cache and out of the memory bound."""
 
@@ -26,24 +27,24 @@ BAND = 1 << 18
 class Band:
     """A quantized band of rows.
 
-    line: scale and offset as found, [N, K/G] fp32    residual: [N, K] fp32, the original minus what is stored
+    scales: scale and offset as found, [N, K/G] fp32    residual: [N, K] fp32, the original minus what is stored
     tiles, super: as stored (formats/affine.py), or None when they were not asked for
     """
 
-    line: Line
+    scales: Scales
     residual: Tensor
     tiles: Tensor | None
     super: Tensor | None
 
 
-def bands(n: int, k: int) -> Iterator[slice]:
-    """Row slices of about BAND weights, multiples of 16 rows."""
-    step = max(ROWS, BAND // k // ROWS * ROWS)
+def bands(n: int, k: int, weights: int | None = None) -> Iterator[slice]:
+    """Row slices of about so many weights (default BAND), multiples of 16 rows."""
+    step = max(ROWS, (weights or BAND) // k // ROWS * ROWS)
     for first in range(0, n, step):
         yield slice(first, min(n, first + step))
 
 
-def find_line(w: Tensor, fmt: Format, method: str, steps: int = STEPS) -> Line:
+def find_scales(w: Tensor, fmt: Format, method: str, steps: int = STEPS) -> Scales:
     """Scale and offset per group of a band of rows, in PyTorch.
 
     w: [N, K] fp32    steps: alternations of `search` from each start
@@ -51,7 +52,7 @@ def find_line(w: Tensor, fmt: Format, method: str, steps: int = STEPS) -> Line:
     """
     n, k = w.shape
     groups = w.reshape(-1, fmt.group_size(k))
-    scale, offset = search(groups, fmt, steps) if method == "search" else METHODS[method](groups, fmt)
+    scale, offset = search(groups, fmt, steps) if method == "search" else SCALES[method](groups, fmt)
     return scale.view(n, -1), None if offset is None else offset.view(n, -1)
 
 
@@ -65,34 +66,34 @@ def quantize_band(
     residual: Tensor | None = None,
     packed: bool = True,
 ) -> Band:
-    """Find the lines of a band, round it to the grid that they become in storage, and lay it out in tiles.
+    """Find the scales of a band, round it to the grid that they become in storage, and lay it out in tiles.
 
-    w: [N, K] fp32    steps: see `find_line`    original: [N, K] fp32, what the residual is taken from (default w)
+    w: [N, K] fp32    steps: see `find_scales`    original: [N, K] fp32, what the residual is taken from (default w)
     residual: [N, K] fp32, contiguous, where the residual is written (default: new)    packed: whether to make tiles
     Runs natively where the library supports it.
     """
     original = w if original is None else original
     residual = torch.empty_like(w) if residual is None else residual
     if cpu_quantize.supports(w, fmt, method):
-        line, tiles = cpu_quantize.quantize_band(
+        scales, tiles = cpu_quantize.quantize_band(
             w, fmt, method, steps=steps, original=original, residual=residual, packed=packed
         )
-        affine.check_range(*line)
-        return Band(line=line, residual=residual, tiles=tiles, super=None)
+        affine.check_range(*scales)
+        return Band(scales=scales, residual=residual, tiles=tiles, super=None)
     n, k = w.shape
-    line = find_line(w, fmt, method, steps)
-    grid = affine.make_grid(*line, fmt)
+    scales = find_scales(w, fmt, method, steps)
+    grid = affine.make_grid(*scales, fmt)
     codes = affine.round_to_grid(w, grid, fmt)
     values = (
         codes.view(n, -1, fmt.group_size(k)).float().mul_(grid.scale[..., None]).add_(grid.offset[..., None])
     )
     tiles = affine.encode(codes, grid, fmt) if packed else None
     torch.sub(original, values.view(n, k), out=residual)
-    return Band(line=line, residual=residual, tiles=tiles, super=grid.super)
+    return Band(scales=scales, residual=residual, tiles=tiles, super=grid.super)
 
 
 class Tiles:
-    """The packed tensors of a matrix, filled band by band, and the squared error of what was filled in."""
+    """The packed tensors of a matrix, filled band by band."""
 
     def __init__(self, fmt: Format, shape: tuple[int, int], device: torch.device) -> None:
         """Raises ShapeError when K does not divide into groups."""
@@ -100,45 +101,42 @@ class Tiles:
         self.packed = torch.empty(affine.packed_shape(fmt, *shape), dtype=torch.uint8, device=device)
         scale = affine.scale_shape(fmt, *shape)
         self.scale = None if scale is None else torch.empty(scale, dtype=torch.uint8, device=device)
-        self._error = self._total = 0.0
 
-    def put(self, rows: slice, band: Band, original: Tensor) -> None:
-        """Store a band. original: [N, K] fp32, the weights that errors are measured by."""
-        tiles = slice(rows.start // ROWS, -(-rows.stop // ROWS))
-        assert band.tiles is not None
-        self.packed[tiles] = band.tiles
+    def put(self, rows: slice, tiles: Tensor | None, super: Tensor | None) -> None:
+        """Store a band, as `Band` holds it."""
+        where = slice(rows.start // ROWS, -(-rows.stop // ROWS))
+        assert tiles is not None
+        self.packed[where] = tiles
         if self.scale is not None:
-            assert band.super is not None
-            self.scale[tiles] = band.super
-        self._error += sum_of_squares(band.residual)
-        self._total += sum_of_squares(original)
+            assert super is not None
+            self.scale[where] = super
 
-    @property
-    def relative_error(self) -> float:
-        """|W - what is stored|_F / |W|_F."""
-        return float((self._error / self._total) ** 0.5) if self._total else 0.0
+    def weight(self, lra: Tensor | None = None, lrb: Tensor | None = None) -> PackedWeight:
+        """All of it as a packed weight, with the stored factors of a compensator."""
+        return PackedWeight(shape=self.shape, packed=self.packed, scale=self.scale, lra=lra, lrb=lrb)
 
 
-def quantize(w: Tensor, fmt: AnyFormat, method: str) -> PackedWeight:
-    """Quantize a matrix without a compensator.
+def quantize_bands(
+    w: Tensor, fmt: Format, method: str, lra: Tensor | None = None, lrb: Tensor | None = None
+) -> Quantized:
+    """Quantize a matrix, or what the stored factors U and V of a compensator leave of it.
 
-    w: [N, K] any float dtype    returns: packed weight of the same shape
+    w: [N, K] any float dtype    lra, lrb: as in formats/weight.py, both or none
     Raises WeightError for NaN, infinite or out-of-range weights, ShapeError when K does not divide into groups.
     """
-    return quantize_measured(w, fmt, method)[0]
-
-
-def quantize_measured(w: Tensor, fmt: AnyFormat, method: str) -> tuple[PackedWeight, float]:
-    """As `quantize`; also returns the relative error |W - W_dq|_F / |W|_F."""
-    if isinstance(fmt, LatticeFormat):
-        return quantize_lattice(w, fmt, method=method)
     n, k = w.shape
+    u = None if lra is None else decode_factor(lra, n).T
+    v = None if lrb is None else decode_factor(lrb, k)
     tiles = Tiles(fmt, (n, k), w.device)
+    error = total = 0.0
     for rows in bands(n, k):
         original = check_finite(w[rows].float())
-        band = quantize_band(original, fmt, method)
-        tiles.put(rows, band, original)
-    return PackedWeight(shape=(n, k), packed=tiles.packed, scale=tiles.scale), tiles.relative_error
+        target = original if u is None or v is None else torch.addmm(original, u[rows], v, alpha=-1)
+        band = quantize_band(target, fmt, method)
+        tiles.put(rows, band.tiles, band.super)
+        error += sum_of_squares(band.residual)
+        total += sum_of_squares(original)
+    return Quantized(weight=tiles.weight(lra, lrb), error=float((error / total) ** 0.5) if total else 0.0)
 
 
 def sum_of_squares(w: Tensor) -> float:

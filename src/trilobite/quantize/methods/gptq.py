@@ -10,25 +10,23 @@ stores before anything is rounded to them.
 scales are found beforehand, on the weights as they came.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from trilobite.formats import affine
-from trilobite.formats.bitpack import ROWS
 from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
-from trilobite.quantize.methods.bands import check_finite
+from trilobite.quantize.methods.bands import Tiles, bands, check_finite
 from trilobite.quantize.methods.compensator import fit_factor, quantize_factor
-from trilobite.quantize.methods.hessian import inverse_factor, weighted_error
+from trilobite.quantize.methods.hessian import given, inverse_factor, weighted_error
 from trilobite.quantize.methods.lowrank import truncated_svd
-from trilobite.quantize.methods.milo import Compensation
+from trilobite.quantize.methods.quantized import Compensation, Quantized
 from trilobite.quantize.methods.search import search
-from trilobite.recipe import Format
+from trilobite.recipe import AnyFormat, Format
 
-ORDERED = "gptq-order"
-METHODS = ("gptq", ORDERED)
 LAZY = 128
 """Columns whose errors are fed back at once to all columns behind them."""
 BAND = 1 << 25
@@ -38,117 +36,97 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptqResult:
-    """A matrix quantized against a Hessian.
-
-    error: |W - W_q|_F / |W|_F    proxy: tr((W - W_q) H (W - W_q)^T) / tr(W H W^T)
-    proxies: the same after each round of alternation, of what would be stored
-    """
-
-    weight: PackedWeight
-    error: float
-    proxy: float
-    proxies: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Order:
     """columns: [K] int64, in the order of visits    upper: [K, K] fp32, U of H^-1 in that order.
 
-    cost: [K] fp32, 1 / U_jj^2 of each column, in the natural order
+    cost: [K] fp32, 1 / U_jj^2 of each column, in the natural order    natural: whether visits are in that order
     """
 
     columns: Tensor
     upper: Tensor
     cost: Tensor
+    natural: bool
 
 
 def gptq(
-    w: Tensor, fmt: Format, method: str, hessian: Tensor, compensation: Compensation | None = None
-) -> GptqResult:
-    """Quantize one matrix against the Hessian of its inputs.
+    w: Tensor,
+    fmt: AnyFormat,
+    *,
+    hessian: Tensor | None = None,
+    compensation: Compensation | None = None,
+    ordered: bool = False,
+) -> Quantized:
+    """Quantize one matrix against the Hessian of its inputs; see `quantized.Method`.
 
     With a compensator, rounding W - U V and the low rank of the H-weighted residual alternate: the best U V for
     tr((E - U V) H (E - U V)^T), E = W - W_q, is the truncated SVD of E L, H = L L^T, times L^-1.
 
-    w: [N, K] any float dtype    hessian: [K, K] fp32    method: gptq or gptq-order
-    Raises WeightError for bad weights, CalibrationError for a bad H, ShapeError when K does not divide into groups.
+    w: [N, K] any float dtype    hessian: [K, K] fp32    ordered: by decreasing H_jj (`gptq-order`)
     """
+    assert isinstance(fmt, Format)
+    h = given(hessian, "gptq-order" if ordered else "gptq")
     w = check_finite(w.float())
-    order = _order(hessian, method)
-    total, size = weighted_error(w, hessian), float(w.norm())
+    order = _order(h, ordered=ordered)
+    total, size = weighted_error(w, h), float(w.norm())
 
-    def measured(weight: PackedWeight) -> tuple[PackedWeight, float, float]:
+    def measured(weight: PackedWeight) -> Quantized:
         e = w - dequantize(weight)
-        proxy = max(weighted_error(e, hessian), 0.0) / total if total > 0 else 0.0
-        return weight, float(e.norm()) / size if size else 0.0, proxy
+        proxy = max(weighted_error(e, h), 0.0) / total if total > 0 else 0.0
+        return Quantized(weight=weight, error=float(e.norm()) / size if size else 0.0, proxy=proxy)
 
-    best = measured(_rounded(w, fmt, method, order))
-    proxies = [best[2]]
-    if compensation is None:
-        return GptqResult(weight=best[0], error=best[1], proxy=best[2], proxies=tuple(proxies))
-    last: PackedWeight = best[0]
-    found: tuple[PackedWeight, float, float] | None = None
+    plain = measured(_rounded(w, fmt, order).weight())
+    if compensation is None or not compensation.rank:
+        return plain
+    rounds: list[Quantized] = []
+    proxies: list[float] = []
     for _ in range(min(ROUNDS, compensation.iterations)):
-        lra, lrb = _low_rank(w - _codes_only(last), hessian, order, compensation)
+        lra, lrb = _low_rank(w - _codes_only((rounds or [plain])[-1].weight), h, order, compensation)
         n, k = w.shape
         target = torch.addmm(w, decode_factor(lra, n).T, decode_factor(lrb, k), alpha=-1)
-        codes = _rounded(target, fmt, method, order)
-        last = PackedWeight(shape=(n, k), packed=codes.packed, scale=codes.scale, lra=lra, lrb=lrb)
-        now = measured(last)
-        proxies.append(now[2])
-        if found is not None and now[2] >= found[2]:
+        rounds.append(measured(_rounded(target, fmt, order).weight(lra, lrb)))
+        proxies.append(rounds[-1].proxy or 0.0)
+        if proxies[-1] >= min(proxies[:-1], default=math.inf):
             break
-        found = now
-    assert found is not None
-    return GptqResult(weight=found[0], error=found[1], proxy=found[2], proxies=tuple(proxies[1:]))
+    return replace(rounds[proxies.index(min(proxies))], proxies=tuple(proxies))
 
 
-def _order(hessian: Tensor, method: str) -> _Order:
+def _order(hessian: Tensor, *, ordered: bool) -> _Order:
     k = len(hessian)
-    if method != ORDERED:
+    if not ordered:
         columns, upper = torch.arange(k, device=hessian.device), inverse_factor(hessian)
     else:
         columns = hessian.diagonal().argsort(descending=True, stable=True)
         upper = inverse_factor(hessian[columns][:, columns])
     cost = torch.empty(k, dtype=torch.float32, device=hessian.device)
     cost[columns] = upper.diagonal().square().reciprocal()
-    return _Order(columns=columns, upper=upper, cost=cost / cost.mean())
+    return _Order(columns=columns, upper=upper, cost=cost / cost.mean(), natural=not ordered)
 
 
 def _codes_only(weight: PackedWeight) -> Tensor:
     return dequantize(PackedWeight(shape=weight.shape, packed=weight.packed, scale=weight.scale))
 
 
-def _rounded(w: Tensor, fmt: Format, method: str, order: _Order) -> PackedWeight:
+def _rounded(w: Tensor, fmt: Format, order: _Order) -> Tiles:
     """All rows, band by band. w: [N, K] fp32."""
     n, k = w.shape
-    packed = torch.empty(affine.packed_shape(fmt, n, k), dtype=torch.uint8, device=w.device)
-    shape = affine.scale_shape(fmt, n, k)
-    scale = None if shape is None else torch.empty(shape, dtype=torch.uint8, device=w.device)
-    step = max(ROWS, BAND // k // ROWS * ROWS)
-    for first in range(0, n, step):
-        rows = w[first : first + step]
-        # Double quantization joins groups, and another order reaches all groups at once: their lines come first.
-        known = _grid(rows, fmt, order.cost) if method == ORDERED or fmt.double_quant else None
-        codes, grid = _round_columns(rows, fmt, order, known)
-        tiles = slice(first // ROWS, -(-(first + len(rows)) // ROWS))
-        packed[tiles] = affine.encode(codes, grid, fmt)
-        if scale is not None:
-            assert grid.super is not None
-            scale[tiles] = grid.super
-    return PackedWeight(shape=(n, k), packed=packed, scale=scale)
+    tiles = Tiles(fmt, (n, k), w.device)
+    for rows in bands(n, k, BAND):
+        # Double quantization joins groups, and another order reaches all groups at once: their scales come first.
+        known = None if order.natural and not fmt.double_quant else _grid(w[rows], fmt, order.cost)
+        codes, grid = _round_columns(w[rows], fmt, order, known)
+        tiles.put(rows, affine.encode(codes, grid, fmt), grid.super)
+    return tiles
 
 
 def _grid(w: Tensor, fmt: Format, cost: Tensor) -> affine.Grid:
     """The grid of least cost for weights as they are, rounded to what is stored. w: [N, K] fp32    cost: [K] fp32."""
     group = fmt.group_size(w.shape[1])
-    lines = [
+    by_group = [
         search(part.contiguous(), fmt, weight=of_part)
         for part, of_part in zip(torch.split(w, group, 1), torch.split(cost, group), strict=True)
     ]
-    scale = torch.stack([scale for scale, _ in lines], 1)
-    offsets = [offset for _, offset in lines if offset is not None]
+    scale = torch.stack([scale for scale, _ in by_group], 1)
+    offsets = [offset for _, offset in by_group if offset is not None]
     return affine.make_grid(scale, torch.stack(offsets, 1) if offsets else None, fmt)
 
 

@@ -1,6 +1,6 @@
-"""The Hessian of a layer, H = E[x x^T], made fit for use: shrunk where data was scarce, damped, factored.
+"""The Hessian of a matrix, H = E[x x^T] of its inputs, made fit for use: shrunk where data was scarce, damped, factored.
 
-The loss that calibrated methods minimise is tr((W - W_q) H (W - W_q)^T), the mean squared error of the layer's output
+The loss that calibrated methods minimise is tr((W - W_q) H (W - W_q)^T), the mean squared error of the outputs
 on the calibration inputs (QuIP# eq. 1, GPTQ eq. 1).
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trilobite.errors import CalibrationError
+from trilobite.errors import CalibrationError, RecipeError
 
 ENOUGH = 2
 """Tokens per column of H above which an expert's own Hessian is taken as it is."""
@@ -45,7 +45,17 @@ class HessianSum:
         return self.total / max(1, self.tokens)
 
 
-def share(tokens: int, k: int) -> float:
+def given(hessian: Tensor | None, method: str) -> Tensor:
+    """The Hessian itself; raises RecipeError where there is none."""
+    if hessian is None:
+        raise RecipeError(
+            f"method {method} rounds by the inputs of a matrix and there are none; pass --calibration TEXT, or choose "
+            "method search (quip2-free and the like)"
+        )
+    return hessian
+
+
+def own_part(tokens: int, k: int) -> float:
     """How much an expert's own Hessian counts: tokens / (2 K), at most 1. The layer's average has the rest.
 
     K tokens make H barely invertible and its small eigenvalues noise; with 2 K they are within a factor.

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trilobite.errors import CalibrationError, RecipeError, ShapeError, WeightError
+from trilobite.errors import CalibrationError, ShapeError, WeightError
 from trilobite.formats import lattice
 from trilobite.formats.incoherence import Spin, draw_signs, read_signs
-from trilobite.formats.lattice import DIM, RHO, Record
+from trilobite.formats.lattice import DIM, RHO, LatticeRecord
 from trilobite.formats.weight import PackedWeight
-from trilobite.quantize.methods.hessian import check
+from trilobite.quantize.methods.hessian import check, given
+from trilobite.quantize.methods.quantized import Quantized
 from trilobite.recipe import LatticeFormat
 
 SIGMA = 1e-2
 """Share of the mean diagonal that is added to the diagonal of H."""
-BATCH = 128
+LAZY = 128
 """Columns whose feedback from all earlier columns is one product."""
 BAND = 1 << 22
 """Weights that are rounded with feedback at a time; rows do not depend on each other."""
@@ -47,7 +48,7 @@ Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Rounded:
     """What a scale gives, for weights of unit variance. codes: [N, K/8] int64    error: squared, of all weights."""
 
-    record: Record
+    record: LatticeRecord
     codes: Tensor
     error: float
 
@@ -60,8 +61,8 @@ def quantize_lattice(
     hessian: Tensor | None = None,
     seed: int = 0,
     input_seed: int = 0,
-) -> tuple[PackedWeight, float]:
-    """Quantize a matrix to a lattice format; also returns |W - W_q|_F / |W|_F (Algorithm 1).
+) -> Quantized:
+    """Quantize a matrix to a lattice format (Algorithm 1).
 
     w: [N, K] any float dtype    method: rtn, search, or ldlq    hessian: [K, K] fp32, E[x x^T], for ldlq
     seed, input_seed: of the random vectors of the outputs and of the inputs; matrices with one input share the latter,
@@ -74,6 +75,7 @@ def quantize_lattice(
     signs_in, signs_out = (
         draw_signs(fmt.transform, m, s).to(w.device) for m, s in ((k, input_seed), (n, seed))
     )
+    # Both sides: one alone would leave outliers in whole rows, or in whole columns.
     spin_in, spin_out = read_signs(signs_in, fmt.transform, k), read_signs(signs_out, fmt.transform, n)
     rotated = spin_out.forward(spin_in.forward(w.float()).T.contiguous()).T.contiguous()
     total = float(sum(part.double().square().sum() for part in torch.split(rotated, 1024)))
@@ -82,12 +84,7 @@ def quantize_lattice(
         raise WeightError("weights are NaN, infinite or out of range; the source checkpoint is damaged")
     rotated *= 1 / unit if unit > SMALLEST else 0.0  # from here on in units of the standard deviation
     if method == "ldlq":
-        if hessian is None:
-            raise RecipeError(
-                "method ldlq rounds by the inputs of a layer and there are none; pass --calibration TEXT, or choose "
-                "method search (quip2-free and the like)"
-            )
-        rounded = _feedback(rotated, fmt, _rotated_hessian(hessian, spin_in, k))
+        rounded = _feedback(rotated, fmt, _rotated_hessian(given(hessian, method), spin_in, k))
     else:
         rounded = _nearest(rotated, _scaled(rotated, fmt) if method == "search" else _record(fmt))
     record = rounded.record.times(unit if unit > SMALLEST else 0.0)
@@ -98,7 +95,7 @@ def quantize_lattice(
         signs_in=signs_in,
         signs_out=signs_out,
     )
-    return packed, math.sqrt(rounded.error / (n * k)) if unit > SMALLEST else 0.0
+    return Quantized(weight=packed, error=math.sqrt(rounded.error / (n * k)) if unit > SMALLEST else 0.0)
 
 
 def block_ldl(h: Tensor, g: int = DIM) -> tuple[Tensor, Tensor]:
@@ -109,7 +106,7 @@ def block_ldl(h: Tensor, g: int = DIM) -> tuple[Tensor, Tensor]:
     """
     k = h.shape[0]
     factor, failed = torch.linalg.cholesky_ex(h.flip(0, 1))
-    if failed:
+    if failed:  # fp32 halves the time, and is enough for all but nearly singular H
         factor, failed = torch.linalg.cholesky_ex(h.double().flip(0, 1))
     if failed:
         raise CalibrationError("the Hessian is not positive definite; calibrate with more text (--samples)")
@@ -128,8 +125,8 @@ def block_ldlq(w: Tensor, lower: Tensor, quantizer: Quantizer) -> tuple[Tensor, 
     n, k = w.shape
     error = torch.empty_like(w)
     codes = torch.empty(n, k // DIM, dtype=torch.int64, device=w.device)
-    for start in range(0, k, BATCH):
-        stop = min(k, start + BATCH)
+    for start in range(0, k, LAZY):
+        stop = min(k, start + LAZY)
         target = torch.addmm(w[:, start:stop], error[:, :start], lower[start:stop, :start].T)
         for first in range(start, stop, DIM):
             columns, done = slice(first, first + DIM), slice(start, first)
@@ -153,51 +150,53 @@ def retouch(error: Tensor, codes: Tensor, w: Tensor, hessian: Tensor, quantizer:
         block = hessian[columns, columns]
         now = w[:, columns] - error[:, columns]
         slope = gradient[:, columns]
-        found, points = quantizer(now + torch.linalg.solve(block, slope.T).T)
+        nearest, points = quantizer(now + torch.linalg.solve(block, slope.T).T)
         step = points - now
         gain = (step * (2 * slope - step @ block)).sum(-1)
+        # Above zero: between points that are equally good fp32 noise would decide, differently on each machine.
         better = gain > 1e-6 * (step @ block * step).sum(-1)
         step = step * better[:, None]
-        codes[:, first // DIM] = torch.where(better, found, codes[:, first // DIM])
+        codes[:, first // DIM] = torch.where(better, nearest, codes[:, first // DIM])
         error[:, columns] -= step
+        # At once, not after the pass: a block that is moved given old errors of others may raise the loss.
         gradient.addmm_(step, hessian[columns], alpha=-1)
 
 
-def _record(fmt: LatticeFormat, factor: float = 1.0, ratio: float = 1.0) -> Record:
+def _record(fmt: LatticeFormat, factor: float = 1.0, ratio: float = 1.0) -> LatticeRecord:
     """Scales for weights of unit variance; factors are relative to those of RHO."""
     rho, second = RHO[fmt.codebook, fmt.bits]
     scale = 1 / (rho * factor)
-    two_stages = fmt.codebook == "e8p" and fmt.bits > 2
-    return Record(format=fmt, scale=scale, second=scale / (second * ratio) if two_stages else 0.0)
+    two_stages = fmt.codebook == "e8p" and fmt.bits > 2  # 3 and 4 bits round what 2 bits leave
+    return LatticeRecord(format=fmt, scale=scale, second=scale / (second * ratio) if two_stages else 0.0)
 
 
-def _quantizer(record: Record) -> Quantizer:
+def _quantizer(record: LatticeRecord) -> Quantizer:
     return lambda vectors: lattice.nearest(vectors, record.format, record.ratio)
 
 
-def _nearest(rotated: Tensor, record: Record) -> Rounded:
+def _nearest(rotated: Tensor, record: LatticeRecord) -> Rounded:
     """Every vector to its nearest point."""
     k = rotated.shape[1]
     codes, error = [], 0.0
     for rows in torch.split(rotated, max(1, BAND // k)):
-        found, points = lattice.nearest(rows.reshape(-1, DIM) / record.scale, record.format, record.ratio)
-        codes.append(found.view(-1, k // DIM))
+        nearest, points = lattice.nearest(rows.reshape(-1, DIM) / record.scale, record.format, record.ratio)
+        codes.append(nearest.view(-1, k // DIM))
         error += float((rows.reshape(-1, DIM) - points * record.scale).square_().sum(dtype=torch.float64))
     return Rounded(record=record, codes=torch.cat(codes), error=error)
 
 
-def _scaled(rotated: Tensor, fmt: LatticeFormat) -> Record:
+def _scaled(rotated: Tensor, fmt: LatticeFormat) -> LatticeRecord:
     """The scales of least error on a sample: first the first stage's, then the second's."""
     vectors = rotated.view(-1, DIM)
     sample = vectors[:: -(-len(vectors) // SAMPLE)].contiguous()
 
-    def best(records: list[Record]) -> Record:
+    def best(records: list[LatticeRecord]) -> LatticeRecord:
         return min(records, key=lambda record: _nearest(sample, record).error)
 
-    found = best([_record(fmt, factor) for factor in FACTORS])
-    if not found.second:
-        return found
-    factor = 1 / (RHO[fmt.codebook, fmt.bits][0] * found.scale)
+    record = best([_record(fmt, factor) for factor in FACTORS])
+    if not record.second:
+        return record
+    factor = 1 / (RHO[fmt.codebook, fmt.bits][0] * record.scale)
     return best([_record(fmt, factor, ratio) for ratio in FACTORS])
 
 
@@ -210,6 +209,7 @@ def _rotated_hessian(hessian: Tensor, spin: Spin, k: int) -> Tensor:
     mean = float(h.diagonal().mean())
     h = h / mean if mean > 0 else torch.eye(k, device=h.device)
     rotated = spin.forward(spin.forward(h).T.contiguous())
+    # fp32 leaves it slightly askew, of which Cholesky would read one half.
     rotated = (rotated + rotated.T) / 2
     rotated.diagonal().add_(SIGMA)
     return rotated
@@ -219,6 +219,7 @@ def _feedback(rotated: Tensor, fmt: LatticeFormat, hessian: Tensor) -> Rounded:
     """BlockLDLQ at the scale of least proxy loss on a sample of rows, then the second look at every block."""
     n, k = rotated.shape
     lower = block_ldl(hessian)[0].float()
+    # By the loss before the second look: six scales of that would cost more than the matrix.
     sample = rotated[:: -(-n // SAMPLE_ROWS)]
     records = [_record(fmt, factor) for factor in FEEDBACK_FACTORS]
     _, error = block_ldlq(torch.cat([sample / r.scale for r in records]), lower, _quantizer(records[0]))
@@ -228,9 +229,9 @@ def _feedback(rotated: Tensor, fmt: LatticeFormat, hessian: Tensor) -> Rounded:
     codes, squared = [], 0.0
     for rows in torch.split(rotated, max(1, BAND // k)):
         target = rows / record.scale
-        found, error = block_ldlq(target, lower, quantizer)
+        of_rows, error = block_ldlq(target, lower, quantizer)
         for _ in range(PASSES):
-            retouch(error, found, target, hessian, quantizer)
-        codes.append(found)
+            retouch(error, of_rows, target, hessian, quantizer)
+        codes.append(of_rows)
         squared += float(error.square_().sum(dtype=torch.float64)) * record.scale**2
     return Rounded(record=record, codes=torch.cat(codes), error=squared)

@@ -59,7 +59,7 @@ def _exact(e: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
 
 
 def _top_eigen(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Top eigenvectors [S, rank] of a Gram matrix and the square roots of their eigenvalues [rank], in fp32."""
+    """Top eigenvectors [M, rank] of a Gram matrix and the square roots of their eigenvalues [rank], in fp32."""
     values, vectors = torch.linalg.eigh(gram.double())
     top = vectors.flip(-1)[:, :rank]
     # An eigenvector's sign is arbitrary: fix it, so that equal inputs give equal bytes on every machine.

@@ -1,24 +1,26 @@
 """MiLo's Algorithm 1 on one matrix: alternate the quantizer and the low-rank compensator."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
+from trilobite.formats.weight import decode_factor, dequantize
 from trilobite.quantize.methods.bands import (
-    Tiles,
     bands,
     check_finite,
     quantize_band,
+    quantize_bands,
     relative_error,
     sum_of_squares,
 )
 from trilobite.quantize.methods.compensator import fit_factor, quantize_factor, quantize_factors
+from trilobite.quantize.methods.hessian import relative_loss
 from trilobite.quantize.methods.ldlq import quantize_lattice
 from trilobite.quantize.methods.lowrank import truncated_svd
-from trilobite.recipe import AnyFormat, Format, LatticeFormat
+from trilobite.quantize.methods.quantized import Compensation, Quantized
+from trilobite.recipe import AnyFormat, LatticeFormat
 
 WINDOW = 3
 TOLERANCE = 1e-4
@@ -30,50 +32,66 @@ REFITS = 2
 """Rounds in which 3-bit factors are fitted once more against the codes, and the codes against the factors as stored."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MiloResult:
-    """A quantized matrix and how it was found.
-
-    error: relative error of what is stored    best: index of the iterate that was kept
-    errors: relative error |W - W_dq - U V|_F / |W|_F after each iteration, U and V still in fp32 (eq. 14)
-    """
-
-    weight: PackedWeight
-    error: float
-    errors: list[float]
-    best: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compensation:
-    """What to add to a quantized matrix. rank: of U V    compensator: its format    iterations: cap (paper: 20).
-
-    seed: of the SVD, and of the transform of the outputs    input_seed: of that of the inputs (lattice formats)
-    """
-
-    rank: int
-    compensator: str = "int3"
-    iterations: int = 20
-    seed: int = 0
-    input_seed: int = 0
-
-
 Factors = tuple[Tensor, Tensor]
-"""U [N, R] and V [R, K], fp32."""
+"""U [N, R] and V [R, K], fp32; or both as they are stored."""
 
 
 def milo(
-    w: Tensor, fmt: AnyFormat, method: str, compensation: Compensation, hessian: Tensor | None = None
-) -> MiloResult:
+    w: Tensor,
+    fmt: AnyFormat,
+    *,
+    method: str,
+    hessian: Tensor | None = None,
+    compensation: Compensation | None = None,
+) -> Quantized:
+    """Quantize by a method, and where a rank is asked for, let codes and compensator alternate; see `quantized.Method`.
+
+    hessian: [K, K] fp32, for ldlq, which finds the last codes; before them nothing but the error of the weights counts
+    """
+    compensation = compensation or Compensation()
+    quantizer = _compensated if compensation.rank else _codes
+    quantized = quantizer(w, fmt, method, compensation, hessian)
+    if hessian is None:
+        return quantized
+    return replace(quantized, proxy=relative_loss(w, dequantize(quantized.weight), hessian))
+
+
+def _codes(
+    w: Tensor,
+    fmt: AnyFormat,
+    method: str,
+    compensation: Compensation,
+    hessian: Tensor | None,
+    factors: Factors | None = None,
+) -> Quantized:
+    """The codes for W, or for W minus the stored U V. factors: `lra` and `lrb` as in formats/weight.py."""
+    if not isinstance(fmt, LatticeFormat):
+        return quantize_bands(w, fmt, method, *(factors or ()))
+    target = w if factors is None else _minus(w, factors)
+    seeds = {"seed": compensation.seed, "input_seed": compensation.input_seed}
+    quantized = quantize_lattice(target, fmt, method=method, hessian=hessian, **seeds)
+    if factors is None:
+        return quantized
+    weight = replace(quantized.weight, lra=factors[0], lrb=factors[1])
+    return Quantized(weight=weight, error=relative_error(w, weight))
+
+
+def _minus(w: Tensor, factors: Factors) -> Tensor:
+    """W minus the stored U V, [N, K] fp32."""
+    (n, k), (lra, lrb) = w.shape, factors
+    return torch.addmm(w.float(), decode_factor(lra, n).T, decode_factor(lrb, k), alpha=-1)
+
+
+def _compensated(
+    w: Tensor, fmt: AnyFormat, method: str, compensation: Compensation, hessian: Tensor | None
+) -> Quantized:
     """Jointly optimise codes and compensator (Algorithm 1), quantize the compensator, refit the codes against it.
 
     Iteration t quantizes W - U V (eq. 4-9; or a least-squares search in their place), decomposes the residual
     W - W_dq (eq. 10-12) and measures eq. 14; it stops by eq. 15, at the cap, or on divergence, and the best iterate
     is kept. The factors are then stored (eq. 13) and the codes found once more for W minus the *stored* U V.
-
-    w: [N, K] any float dtype    hessian: [K, K] fp32, for ldlq, which finds the last codes; before them nothing but
-    the error of the weights counts    Raises WeightError for NaN, infinite or out-of-range weights.
     """
+    # Feedback moves errors to where H does not see them, and the low rank would spend its terms on them.
     draft = "search" if method == "ldlq" else method
     norm = math.sqrt(sum(sum_of_squares(check_finite(w[rows].float())) for rows in bands(*w.shape)))
     work = torch.empty(w.shape, dtype=torch.float32, device=w.device)
@@ -86,18 +104,14 @@ def milo(
         u, v, energy = truncated_svd(work, compensation.rank, seed=compensation.seed, start=start)
         last = u, v
         errors.append(math.sqrt(max(residual - energy, 0.0)) / norm if norm else 0.0)
-        if errors[-1] <= min(errors):
+        if errors[-1] <= min(errors):  # with hqq and rtn inside errors may rise again
             best = last
         if converged(errors):
             break
     assert best is not None
-    lra, lrb = _stored_factors(w, fmt, draft, best, compensation, work)
-    del work, last
-    if isinstance(fmt, LatticeFormat):
-        weight, error = _final_lattice(w, fmt, method, (lra, lrb), compensation, hessian)
-    else:
-        weight, error = _final(w, fmt, method, lra, lrb)
-    return MiloResult(weight=weight, error=error, errors=errors, best=errors.index(min(errors)))
+    stored = _stored_factors(w, fmt, draft, best, compensation, work)
+    del work, last  # a copy of the matrix less while the last codes are found
+    return replace(_codes(w, fmt, method, compensation, hessian, stored), errors=tuple(errors))
 
 
 def converged(errors: list[float]) -> bool:
@@ -120,8 +134,8 @@ def _draft(
     total = 0.0
     if isinstance(fmt, LatticeFormat):  # its transform mixes all rows
         target = w.float() if factors is None else torch.addmm(w.float(), *factors, alpha=-1)
-        packed, _ = _rotate_and_round(target, fmt, method, compensation)
-        torch.sub(w, dequantize(packed), out=work)
+        drafted = _codes(target, fmt, method, compensation, None).weight
+        torch.sub(w, dequantize(drafted), out=work)
         return sum(sum_of_squares(work[rows]) for rows in bands(*w.shape))
     for rows in bands(*w.shape):
         original = w[rows].float()
@@ -150,7 +164,7 @@ def _stored_factors(
         u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
         energy = _draft(w, fmt, method, (u, v), work, compensation)
         error = energy - _explained(work, u, v)
-        if error < least:
+        if error < least:  # of what is stored: rounding the factors may cost more than a fit wins
             least, best = error, (lra, lrb)
         if step < REFITS:
             lra = quantize_factor(fit_factor(v @ work.T, v @ v.T), compensator)
@@ -165,38 +179,3 @@ def _explained(e: Tensor, u: Tensor, v: Tensor) -> float:
     inner = (u.T @ e) * v
     gram = (u.T @ u) * (v @ v.T)
     return float(2 * inner.double().sum() - gram.double().sum())
-
-
-def _final(w: Tensor, fmt: Format, method: str, lra: Tensor, lrb: Tensor) -> tuple[PackedWeight, float]:
-    """The codes for W minus the stored U V, packed, and the relative error of all."""
-    n, k = w.shape
-    u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
-    tiles = Tiles(fmt, (n, k), w.device)
-    for rows in bands(n, k):
-        original = w[rows].float()
-        tiles.put(rows, quantize_band(torch.addmm(original, u[rows], v, alpha=-1), fmt, method), original)
-    weight = PackedWeight(shape=(n, k), packed=tiles.packed, scale=tiles.scale, lra=lra, lrb=lrb)
-    return weight, tiles.relative_error
-
-
-def _rotate_and_round(
-    w: Tensor, fmt: LatticeFormat, method: str, compensation: Compensation, hessian: Tensor | None = None
-) -> tuple[PackedWeight, float]:
-    seeds = {"seed": compensation.seed, "input_seed": compensation.input_seed}
-    return quantize_lattice(w, fmt, method=method, hessian=hessian, **seeds)
-
-
-def _final_lattice(
-    w: Tensor,
-    fmt: LatticeFormat,
-    method: str,
-    factors: tuple[Tensor, Tensor],
-    compensation: Compensation,
-    hessian: Tensor | None,
-) -> tuple[PackedWeight, float]:
-    """`_final` for a lattice format. factors: as stored."""
-    (n, k), (lra, lrb) = w.shape, factors
-    target = torch.addmm(w.float(), decode_factor(lra, n).T, decode_factor(lrb, k), alpha=-1)
-    packed, _ = _rotate_and_round(target, fmt, method, compensation, hessian)
-    weight = replace(packed, lra=lra, lrb=lrb)
-    return weight, relative_error(w, weight)

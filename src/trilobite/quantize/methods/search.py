@@ -1,8 +1,8 @@
 """Scale and offset of least squared error per group: multi-start alternation of rounding and regression.
 
-For fixed codes the best scale and offset are a line fit of the weights on the codes; for a fixed line the best codes
+For fixed codes the best scale and offset are a line fit of the weights on the codes; for fixed scales the best codes
 are the nearest ones. Alternating the two never increases the error but finds a local minimum, so it starts from the
-min-max range shrunk by several factors, and every group keeps the best line that it has seen.
+min-max range shrunk by several factors, and every group keeps the best scale and offset that it has seen.
 """
 
 import torch
@@ -16,11 +16,11 @@ SHRINKS = {2: (1.0, 0.85, 0.7, 0.55), 3: (1.0, 0.85, 0.7), 4: (1.0, 0.85), 8: (1
 STEPS = 8
 """Alternations from each start."""
 
-Line = tuple[Tensor, Tensor | None]
+Scales = tuple[Tensor, Tensor | None]
 """Scale and offset of some groups, what a code stands for; a symmetric format has no offset."""
 
 
-def search(groups: Tensor, fmt: Format, steps: int = STEPS, weight: Tensor | None = None) -> Line:
+def search(groups: Tensor, fmt: Format, steps: int = STEPS, weight: Tensor | None = None) -> Scales:
     """Scale and offset of (locally) least squared error per group.
 
     groups: [M, G] fp32    steps: alternations from each start    weight: [G] fp32 > 0, of the columns' errors
@@ -30,21 +30,21 @@ def search(groups: Tensor, fmt: Format, steps: int = STEPS, weight: Tensor | Non
     best_error = torch.full_like(groups[:, 0], torch.inf)
     best_scale, best_offset = scale, offset
     for factor in SHRINKS[fmt.bits]:
-        line = _shrunk(scale, offset, factor, fmt)
+        scales = _shrunk(scale, offset, factor, fmt)
         for step in range(steps + 1):
-            codes = _round(groups, *line, fmt)
-            error = _error(groups, codes, *line, weight)
+            codes = _round(groups, *scales, fmt)
+            error = _error(groups, codes, *scales, weight)
             better = error < best_error
             best_error = torch.where(better, error, best_error)
-            best_scale = torch.where(better, line[0], best_scale)
-            if line[1] is not None and best_offset is not None:
-                best_offset = torch.where(better, line[1], best_offset)
+            best_scale = torch.where(better, scales[0], best_scale)
+            if scales[1] is not None and best_offset is not None:
+                best_offset = torch.where(better, scales[1], best_offset)
             if step < steps:
-                line = _fit(groups, codes, *line, weight)
+                scales = _fit(groups, codes, *scales, weight)
     return best_scale, best_offset
 
 
-def _shrunk(scale: Tensor, offset: Tensor | None, factor: float, fmt: Format) -> Line:
+def _shrunk(scale: Tensor, offset: Tensor | None, factor: float, fmt: Format) -> Scales:
     if offset is None:
         return scale * factor, None
     middle = offset + scale * ((2**fmt.bits - 1) / 2)
@@ -77,7 +77,9 @@ def _error(
     return _sum(residual.square_(), weight)
 
 
-def _fit(groups: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, weight: Tensor | None) -> Line:
+def _fit(
+    groups: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, weight: Tensor | None
+) -> Scales:
     """Least squares line of the weights on the codes; a group with a single code keeps its scale."""
     if offset is None:
         square = _sum(codes.square(), weight)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from trilobite.formats.lattice import DIM
 from trilobite.formats.weight import PackedWeight, factor_shape, stored_shapes
 from trilobite.quantize.plan import ranks
 from trilobite.quantize.plan.statistics import kurtosis
+from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import (
     BODY_ROLES,
     CALIBRATED_METHODS,
@@ -32,9 +33,6 @@ from trilobite.recipe import (
     parse_rank,
     resolve_auto_rank,
 )
-
-Progress = Callable[[str, int, int], None]
-"""(what, done, total) of a long step."""
 
 GROUPS = (128, 64, 32)
 PACKABLE = (*BODY_ROLES, Role.HEAD)
@@ -124,7 +122,7 @@ def make_plan(
     known_ranks: Mapping[str, int] | None = None,
     tuned: bool = False,
     unfit: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
+    watcher: Watcher = SILENT,
 ) -> Plan:
     """Resolve a recipe for a checkpoint.
 
@@ -150,7 +148,7 @@ def make_plan(
     policies = parse_policies(rank, hidden)
     wanted = known_ranks
     if wanted is None:
-        wanted = _ranks(source, lines, recipe, policies, hidden, frequency, progress)
+        wanted = _ranks(source, lines, recipe, policies, hidden, frequency, watcher)
     lines = [_with_rank(line, wanted.get(line.matrix.name, 0), recipe) for line in lines]
     return Plan(recipe=recipe, rank=rank, lines=tuple(lines))
 
@@ -283,26 +281,26 @@ def _ranks(
     policies: Sequence[tuple[str, int]],
     hidden: int,
     frequency: Mapping[int, Sequence[int]] | None,
-    progress: Progress | None,
+    watcher: Watcher,
 ) -> dict[str, int]:
     """Rank by name for every quantized body matrix: the recipe's policies, then what single rules override."""
     body = [line for line in lines if line.format and line.matrix.role in BODY_ROLES]
     kinds = {kind for kind, _ in policies}
-    shares = ranks.expert_shares(frequency or {})
+    usage = ranks.relative_usage(frequency or {})
     candidates = []
     for i, line in enumerate(body):
         m = line.matrix
         assert line.format is not None
         skewed = "kurtosis" in kinds and not ("dense" in kinds and m.role is not Role.EXPERT)
-        if skewed and progress:
-            progress("kurtosis", i, len(body))
+        if skewed:
+            watcher.progress("kurtosis", i, len(body))
         candidates.append(
             ranks.Candidate(
                 name=m.name,
                 role=m.role,
                 cap=ranks.rank_cap(line.format, recipe.compensator, *m.shape, capped=recipe.cap),
                 kurtosis=kurtosis(read_matrix(source, m)) if skewed else 0.0,
-                frequency=shares.get((m.layer or 0, m.expert or 0)),
+                frequency=usage.get((m.layer or 0, m.expert or 0)),
             )
         )
     wanted = ranks.assign_ranks(candidates, policies)

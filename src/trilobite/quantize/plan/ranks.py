@@ -14,7 +14,10 @@ EIGHT_BITS = Format(bits=8, group=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A matrix that may get a compensator. cap: the largest rank it may have    score: what its policy sorts by."""
+    """A matrix that may get a compensator. cap: the largest rank it may have.
+
+    kurtosis, frequency: what policies of these names go by, where known; frequency is relative to the layer's mean
+    """
 
     name: str
     role: Role
@@ -43,7 +46,7 @@ def assign_ranks(candidates: Sequence[Candidate], policies: Sequence[tuple[str, 
         chosen = [c for c in candidates if c.role in roles and not (free and c.role in claimed)]
         shares = [r] * len(chosen)
         if kind in ("kurtosis", "frequency"):
-            shares = share([_score(c, kind) for c in chosen], [c.cap for c in chosen], r)
+            shares = apportion([_score(c, kind) for c in chosen], [c.cap for c in chosen], r)
         for c, rank in zip(chosen, shares, strict=True):
             ranks[c.name] = min(c.cap, ranks[c.name] + rank)
     return ranks
@@ -61,7 +64,7 @@ def _score(c: Candidate, kind: str) -> float:
     return c.frequency
 
 
-def share(scores: Sequence[float], caps: Sequence[int], average: int) -> list[int]:
+def apportion(scores: Sequence[float], caps: Sequence[int], average: int) -> list[int]:
     """Integers proportional to the scores, at most the caps, that hold the average as far as the caps allow.
 
     Water filling: the factor on the scores grows until the sum fits; what rounding leaves goes to the largest
@@ -114,11 +117,11 @@ def rank_cap(fmt: AnyFormat, compensator: str, n: int, k: int, *, capped: bool) 
     return min(limit, spare // low_rank_bytes(compensator, 1, n, k))
 
 
-def expert_shares(frequency: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], float]:
+def relative_usage(frequency: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], float]:
     """Counts of tokens per layer and expert -> (layer, expert): usage relative to the layer's mean."""
-    shares = {}
+    usage = {}
     for layer, counts in frequency.items():
         mean = sum(counts) / max(len(counts), 1)
         for expert, count in enumerate(counts):
-            shares[layer, expert] = count / mean if mean else 1.0
-    return shares
+            usage[layer, expert] = count / mean if mean else 1.0
+    return usage

@@ -134,15 +134,15 @@ def scarce(rows: Rows) -> list[tuple[str, str, int, float]]:
 
     rows: of trilobite.json    The share is the smallest of the module's matrices.
     """
-    found: dict[tuple[str, int], list[tuple[str, float]]] = {}
+    by_module: dict[tuple[str, int], list[tuple[str, float]]] = {}
     for row in rows:
         own = float(row.get("own", 0.0 if row.get("tokens") == 0 else 1.0))
         if own < 1:
             where, _, leaf = str(row["name"]).removesuffix(".weight").rpartition(".")
-            found.setdefault((where, row["tokens"]), []).append((leaf, own))
+            by_module.setdefault((where, row["tokens"]), []).append((leaf, own))
     table = [
         (where, ", ".join(leaf for leaf, _ in parts), tokens, min(own for _, own in parts))
-        for (where, tokens), parts in found.items()
+        for (where, tokens), parts in by_module.items()
     ]
     return sorted(table, key=lambda row: (row[2], row[0]))
 
@@ -177,22 +177,22 @@ class Account:
 
 def account(rows: Rows) -> list[Account]:
     """Where the bits go, by role and format. Raises RecipeError for a format that this release does not know."""
-    found: dict[tuple[str, str], Counter[str]] = {}
+    nbytes: dict[tuple[str, str], Counter[str]] = {}
     weights: Counter[tuple[str, str]] = Counter()
     for row in rows:
         if "format" in row:
             key = row["role"], row["format"]
             weights[key] += torch.Size(row["shape"]).numel()
-            found.setdefault(key, Counter()).update(_parts(row))
+            nbytes.setdefault(key, Counter()).update(_parts(row))
     order = [r.value for r in Role]
     return [
         Account(
             role=key[0],
             format=key[1],
             weights=weights[key],
-            bits={part: 8 * found[key][part] / weights[key] for part in PARTS},
+            bits={part: 8 * nbytes[key][part] / weights[key] for part in PARTS},
         )
-        for key in sorted(found, key=lambda k: (order.index(k[0]), k[1]))
+        for key in sorted(nbytes, key=lambda k: (order.index(k[0]), k[1]))
     ]
 
 
@@ -201,10 +201,10 @@ def _parts(row: Mapping[str, Any]) -> dict[str, float]:
     n, k = row["shape"]
     fmt = parse_format(row["format"])
     shapes = {suffix: torch.Size(shape).numel() for suffix, shape in stored_shapes(fmt, n, k).items()}
-    bands = -(-n // ROWS)
+    tile_rows = -(-n // ROWS)
     parts = {
         "codes": n * k * fmt.bits / 8,
-        "padding": (bands * ROWS - n) * k * fmt.bits / 8,
+        "padding": (tile_rows * ROWS - n) * k * fmt.bits / 8,
         "compensator": low_rank_bytes(row["compensator"], row["rank"], n, k) if row["rank"] else 0,
     }
     if isinstance(fmt, LatticeFormat):

@@ -1,6 +1,6 @@
 """What a matrix looks like before it is quantized: kurtosis, and the rank of its quantization residual."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import Source
-from trilobite.errors import WeightError
 from trilobite.formats.weight import dequantize
-from trilobite.quantize.methods.bands import bands, quantize
+from trilobite.quantize.methods.bands import bands
+from trilobite.quantize.methods.registry import quantize
+from trilobite.quantize.naming import naming
+from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import BODY_ROLES, Format, Role
 
 
@@ -64,7 +66,7 @@ def sample_roles(
     matrices: Sequence[Matrix],
     *,
     samples: int | None,
-    progress: Callable[[str, int, int], None] | None = None,
+    watcher: Watcher = SILENT,
 ) -> dict[Role, RoleSample]:
     """Measure at most `samples` matrices of every role that is quantized, evenly spread; None = all.
 
@@ -77,22 +79,19 @@ def sample_roles(
         if count:
             chosen[role] = [of_role[i * len(of_role) // count] for i in range(count)]
     total = sum(map(len, chosen.values()))
-    found: dict[Role, RoleSample] = {}
+    samples_by_role: dict[Role, RoleSample] = {}
     done = 0
     for role, picked in chosen.items():
         measured: list[tuple[float, int, float]] = []
         for m in picked:
-            if progress:
-                progress("kurtosis and residual rank", done, total)
+            watcher.progress("kurtosis and residual rank", done, total)
             w = read_matrix(source, m)
-            try:
+            with naming(m.name):
                 rank = residual_rank(w, fmt=Format(bits=3, group=64 if w.shape[1] % 64 == 0 else 32))
-            except WeightError as e:
-                raise WeightError(f"{m.name}: {e}") from None
             measured.append((kurtosis(w), rank, rank / min(w.shape)))
             done += 1
         means = [sum(column) / len(measured) for column in zip(*measured, strict=True)]
-        found[role] = RoleSample(
+        samples_by_role[role] = RoleSample(
             matrices=len(measured), kurtosis=means[0], residual_rank=means[1], share=means[2]
         )
-    return found
+    return samples_by_role

@@ -15,15 +15,16 @@ from trilobite.checkpoint.source import Source, open_source
 from trilobite.formats.bitpack import ROWS
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.finetune.store import TunedStore
-from trilobite.quantize.plan.plan import Plan, PlanLine, Progress, make_plan
+from trilobite.quantize.plan.plan import Plan, PlanLine, make_plan
 from trilobite.quantize.run.identity import finished_ranks, keep_ranks, kept_ranks, run_identity
 from trilobite.quantize.run.lines import Work
 from trilobite.quantize.run.metadata import packed_config, packed_report
 from trilobite.quantize.run.options import Options, pick_device
+from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import Recipe, needs_calibration
 
 if TYPE_CHECKING:
-    from trilobite.quantize.run.calibrator import Calibrator
+    from trilobite.quantize.run.calibrated import Calibrator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ def prepare(
     known_ranks: Mapping[str, int] | None = None,
     keep_unmatched: bool = False,
     tuned: bool = False,
-    progress: Progress | None = None,
+    watcher: Watcher = SILENT,
 ) -> Plan:
     """Identify every tensor and resolve the recipe: what `trilobite plan` prints.
 
@@ -63,7 +64,7 @@ def prepare(
         frequency=frequency,
         known_ranks=known_ranks,
         tuned=tuned,
-        progress=progress,
+        watcher=watcher,
     )
 
 
@@ -103,7 +104,7 @@ def compress(
         known_ranks=finished_ranks(dst, identity) if finished else kept_ranks(dst, identity),
         keep_unmatched=keep_unmatched,
         tuned=calibration is not None and bool(calibration.finetune),
-        progress=options.progress,
+        watcher=options.watcher,
     )
     if options.on_plan:
         options.on_plan(plan)
@@ -115,10 +116,18 @@ def compress(
     units = {line.matrix.name: _unit(line) for line in plan.lines}
     with PackedWriter(dst, list(units.values()), identity) as writer:
         keep_ranks(writer, plan)
-        work = Work(source=source, plan=plan, writer=writer, units=units, options=options, device=device)
-        fresh, tuned = _pack(work, calibrator)
+        work = Work(
+            source=source,
+            plan=plan,
+            writer=writer,
+            units=units,
+            options=options,
+            device=device,
+            tuned=TunedStore(writer.work, writer.note),
+        )
+        fresh = _pack(work, calibrator)
         name = Path(src).name if Path(src).exists() else src
-        report = packed_report(name, plan, identity, writer.done, tuned.records)
+        report = packed_report(name, plan, identity, writer.done, work.tuned.records)
         writer.finish(
             config=packed_config(source, recipe.name),
             notes={REPORT: report, CARD: model_card(name, recipe.name)},
@@ -131,7 +140,7 @@ def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration |
     if calibration is None and not needs_calibration(recipe):
         return None
     # Brings transformers along, which other recipes need not wait for.
-    from trilobite.quantize.run.calibrator import open_calibration
+    from trilobite.quantize.run.calibrated import open_calibration
 
     return open_calibration(source, recipe, calibration)
 
@@ -146,18 +155,15 @@ def _unit(line: PlanLine) -> Unit:
     )
 
 
-def _pack(work: Work, calibrator: "Calibrator | None") -> tuple[int, TunedStore]:
-    """Pack all lines that no earlier run packed; returns how many there were, and what fine-tuning found."""
+def _pack(work: Work, calibrator: "Calibrator | None") -> int:
+    """Pack all lines that no earlier run packed; returns how many there were."""
     lines, done = work.plan.lines, work.writer.done
     todo = [line for line in lines if line.matrix.name not in done]
     for line in lines:
         if line.matrix.name in done:
-            work.tell(line, done[line.matrix.name], fresh=False)
+            work.done(line, done[line.matrix.name], fresh=False)
     work.run([line for line in todo if not line.calibrated])
-    tuned = TunedStore(work.writer.work, work.writer.note)
     if calibrator:
-        from trilobite.quantize.run.calibrated_lines import run_calibrated
-
-        run_calibrated(work, [line for line in todo if line.calibrated], calibrator, tuned)
-        work.writer.rewrite(tuned)
-    return len(todo), tuned
+        calibrator.pack(work, [line for line in todo if line.calibrated])
+        work.writer.rewrite(work.tuned)
+    return len(todo)

@@ -58,11 +58,11 @@ def finished_ranks(dst: Path, identity: Mapping[str, Any]) -> dict[str, int]:
     """
     try:
         report = json.loads((dst / REPORT).read_bytes())
-        found = dict(report["identity"])
+        made = dict(report["identity"])
         ranks = {row["name"]: row["rank"] for row in report["tensors"] if "rank" in row}
     except (OSError, ValueError, KeyError, TypeError):
-        found, ranks = {}, {}
-    differs = [key for key in identity if found.get(key) != identity[key]]
+        made, ranks = {}, {}
+    differs = [key for key in identity if made.get(key) != identity[key]]
     if differs:
         raise DestinationError(
             f"{dst}: holds a checkpoint that differs in its {' and '.join(differs)}; choose another destination"
@@ -82,8 +82,8 @@ def keep_ranks(writer: PackedWriter, plan: Plan) -> None:
 def kept_ranks(dst: Path, identity: Mapping[str, Any]) -> dict[str, int] | None:
     """The ranks that an interrupted run with this identity found: a kurtosis policy need not read all weights again."""
     try:
-        found = json.loads((dst / PARTIAL / "identity.json").read_bytes())
+        begun = json.loads((dst / PARTIAL / "identity.json").read_bytes())
         ranks = json.loads((dst / PARTIAL / RANKS).read_bytes())
     except (OSError, ValueError):
         return None
-    return ranks if found == identity and isinstance(ranks, dict) else None
+    return ranks if begun == identity and isinstance(ranks, dict) else None

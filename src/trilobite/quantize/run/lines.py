@@ -1,30 +1,50 @@
-"""Lines that need no run of the model: quantized and written by several threads, within the memory bound."""
+"""Lines of a plan: read a matrix, quantize it as its line says, measure what came out, write it; many side by side."""
 
+import hashlib
+import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from trilobite.checkpoint.layout import Unit
 from trilobite.checkpoint.packed import PackedWriter
+from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source
+from trilobite.formats.weight import PackedWeight, dequantize, with_real_signs
+from trilobite.quantize.calibrate.protocols import Record, Records
 from trilobite.quantize.calibrate.store import HessianStore
-from trilobite.quantize.plan.plan import Plan, PlanLine
-from trilobite.quantize.run.one_line import KnownHessian, pack_line
+from trilobite.quantize.finetune.store import TunedStore
+from trilobite.quantize.methods.bands import check_finite
+from trilobite.quantize.methods.quantized import Compensation
+from trilobite.quantize.methods.registry import METHODS
+from trilobite.quantize.naming import naming
+from trilobite.quantize.plan.plan import Plan, PlanLine, packed_weight
 from trilobite.quantize.run.options import Options
 from trilobite.quantize.threads import Piece, results, single_threaded_torch, thread_pool
-from trilobite.recipe import LatticeFormat
+from trilobite.recipe import LatticeFormat, Recipe
+
+if TYPE_CHECKING:  # brings transformers along
+    from trilobite.quantize.calibrate.model import BlockModel
 
 SLACK = 400 * 2**20
 """Memory for matrices in work beyond twice the largest one; the rest of the promised gigabyte is Python and torch."""
 
+KnownHessian = tuple[Tensor, Mapping[str, Any]]
+"""The Hessian of a matrix's inputs, [K, K] fp32, and what the report says of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One run: where weights come from, what becomes of them and where they go. units: by matrix, of all lines."""
+    """One run: where weights come from, what becomes of them and where they go; takes Hessians (calibrate/protocols).
+
+    units: by matrix, of all lines    tuned: what fine-tuning found
+    """
 
     source: Source
     plan: Plan
@@ -32,13 +52,26 @@ class Work:
     units: Mapping[str, Unit]
     options: Options
     device: torch.device
+    tuned: TunedStore
 
     @property
     def jobs(self) -> int:
         """Matrices in work at a time."""
         return self.options.threads(self.device)
 
-    def finish(self, line: PlanLine, known: KnownHessian | None = None) -> dict[str, Any]:
+    def run(self, lines: Sequence[PlanLine], hessians: HessianStore | None = None) -> None:
+        """Finish lines, as many at a time as the memory bound allows. hessians: of all of them, where they have any."""
+
+        def finish(line: PlanLine) -> tuple[PlanLine, Record]:
+            known = None if hessians is None else hessians.get(line.matrix.name, line.matrix.shape[1])
+            return line, self.finish(line, known)
+
+        pieces = (Piece(call=partial(finish, line), cost=_memory(line, self.source)) for line in lines)
+        with single_threaded_torch(), thread_pool(self.jobs, "quantize") as pool:
+            for line, record in results(pool, pieces, jobs=self.jobs, budget=_budget(self.plan)):
+                self.done(line, record)
+
+    def finish(self, line: PlanLine, known: KnownHessian | None = None) -> Record:
         """Quantize a line and write it; returns its record. Called by threads."""
         started = time.monotonic()
         tensors, record = pack_line(self.source, line, self.plan.recipe, self.device, known)
@@ -46,22 +79,118 @@ class Work:
         self.writer.write(self.units[line.matrix.name], tensors, record)
         return record
 
-    def run(self, lines: Sequence[PlanLine], hessians: HessianStore | None = None) -> None:
-        """Finish lines, as many at a time as the memory bound allows. hessians: of all of them, where they have any."""
-
-        def finish(line: PlanLine) -> tuple[PlanLine, dict[str, Any]]:
-            known = None if hessians is None else hessians.get(line.matrix.name, line.matrix.shape[1])
-            return line, self.finish(line, known)
-
-        pieces = (Piece(call=partial(finish, line), cost=_memory(line, self.source)) for line in lines)
-        with single_threaded_torch(), thread_pool(self.jobs, "quantize") as pool:
-            for line, record in results(pool, pieces, jobs=self.jobs, budget=_budget(self.plan)):
-                self.tell(line, record, fresh=True)
-
-    def tell(self, line: PlanLine, record: Mapping[str, Any], *, fresh: bool) -> None:
+    def done(self, line: PlanLine, record: Mapping[str, Any], *, fresh: bool = True) -> None:
         """A line is done, by this run (fresh) or by an earlier one: tell who looks on. Called by the main thread."""
         if self.options.on_line:
             self.options.on_line(line, record, fresh)
+
+    def block(self, index: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
+        """Lines are written one by one."""
+        return nullcontext()
+
+    def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
+        """Quantize and write the lines that share a Hessian."""
+        return [(line, self.finish(line, (hessian, note))) for line in lines]
+
+    def unseen(self, lines: Sequence[PlanLine]) -> None:
+        """Quantize what the model never runs: no input is as good as any other."""
+        for line in lines:
+            self.done(line, self.finish(line, (torch.eye(line.matrix.shape[1]), {"tokens": 0})))
+
+    @torch.no_grad()
+    def put(self, model: "BlockModel", index: int) -> None:
+        """Give a loaded block the values that it has when packed: quantized matrices decoded, and what is tuned."""
+        own = model.parameters(model.blocks[index])
+        for line in self.plan.lines:
+            name = line.matrix.name
+            if line.format and name in self.writer.done:
+                place = model.place(line.matrix)
+                if place is not None and model.block_of(place) == index:
+                    model.put(place, dequantize(packed_weight(line, self.stored(line), self.device)))
+            elif line.format is None and name in self.tuned and (kept := model.parameter(line.matrix)) in own:
+                own[kept].copy_(self.tuned[name])
+
+    def stored(self, line: PlanLine) -> list[Tensor]:
+        """The tensors of a finished line, tuned where they are."""
+        written = self.writer.read(self.units[line.matrix.name])
+        return [self.tuned.get(t.name, data) for t, data in zip(line.stored, written, strict=True)]
+
+
+def pack_line(
+    source: Source,
+    line: PlanLine,
+    recipe: Recipe,
+    device: torch.device,
+    known: KnownHessian | None = None,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """The tensors to store for one plan line, in order, and what the report says of them.
+
+    Raises WeightError and CalibrationError that say whose weights they are about.
+    """
+    w = read_matrix(source, line.matrix)
+    if line.format is None:
+        stored = w.to(DTYPES[line.stored[0].dtype])
+        if stored.is_floating_point() and stored.numel():
+            with naming(line.matrix.name):
+                check_finite(stored.float() if stored.element_size() == 1 else stored)
+        return [stored], {}
+    w = w.to(device)
+    hessian, note = (None, {}) if known is None else (known[0].to(device), known[1])
+    with naming(line.matrix.name):
+        packed, record = quantize_line(w, line, recipe, hessian)
+    packed = with_real_signs(packed) if line.tuned else packed
+    return [t.cpu() for t in packed.tensors().values()], {**record, **note}
+
+
+def quantize_line(
+    w: Tensor, line: PlanLine, recipe: Recipe, hessian: Tensor | None = None
+) -> tuple[PackedWeight, dict[str, Any]]:
+    """Quantize one matrix as its plan line says; also returns what the report notes about the way there.
+
+    w: [N, K] any float dtype    hessian: [K, K] fp32, E[x x^T] of its inputs, for the methods that use one
+    Raises WeightError for NaN, infinite or out-of-range weights, CalibrationError for a useless Hessian.
+    """
+    assert line.format is not None
+    quantized = METHODS[line.method](
+        w, line.format, hessian=hessian, compensation=_compensation(line, recipe)
+    )
+    record: dict[str, Any] = {}
+    if quantized.errors:
+        record["iterations"] = len(quantized.errors)
+    record["error"] = float(f"{quantized.error:.6g}")
+    if quantized.proxy is not None:
+        record["proxy"] = float(f"{quantized.proxy:.6g}")
+    return quantized.weight, record
+
+
+def _compensation(line: PlanLine, recipe: Recipe) -> Compensation:
+    """What a line's low rank is like, and the seeds of all that is random in it."""
+    m = line.matrix
+    return Compensation(
+        rank=line.rank,
+        compensator=recipe.compensator,
+        iterations=recipe.iterations,
+        seed=_seed(_without_expert(m) if isinstance(line.format, LatticeFormat) else m.name),
+        input_seed=_seed(input_name(m)),
+    )
+
+
+def _without_expert(m: Matrix) -> str:
+    """A matrix's name without the number of its expert."""
+    return re.sub(r"\.experts\.\w*?\d+\.", ".experts.", m.name)
+
+
+def input_name(m: Matrix) -> str:
+    """What matrices with the same input have in common: the path of the module around them, without the expert.
+
+    So q, k and v rotate their input alike, gate and up too, and these of all experts of a layer: the input is rotated
+    once for all. Down projections share the name, too, and need nothing of it.
+    """
+    return _without_expert(m).removesuffix(".weight").rpartition(".")[0]
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
 
 
 def _memory(line: PlanLine, source: Source) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from trilobite.errors import DeviceError, SettingError
-from trilobite.quantize.plan.plan import Plan, PlanLine, Progress
+from trilobite.quantize.plan.plan import Plan, PlanLine
+from trilobite.quantize.watcher import SILENT, Watcher
 
 LineDone = Callable[[PlanLine, Mapping[str, Any], bool], None]
 """(line, its record, whether this run made it): called for every tensor, from the main thread."""
@@ -19,15 +20,13 @@ class Options:
     """How to run.
 
     jobs: matrices in work at a time (0 = one per usable core)    device: cpu, cuda or auto
-    on_note: receives lines for the user to read
     """
 
     jobs: int = 0
     device: str = "auto"
     on_plan: Callable[[Plan], None] | None = None
     on_line: LineDone | None = None
-    progress: Progress | None = None
-    on_note: Callable[[str], None] | None = None
+    watcher: Watcher = SILENT
 
     def threads(self, device: torch.device) -> int:
         """Matrices in work at a time on a device: a GPU is busy with one."""

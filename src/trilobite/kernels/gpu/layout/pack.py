@@ -288,7 +288,7 @@ def _restore_lattice(
     scale, second = _part(slab, row[PackColumn.META], (2,)).view(torch.float32).tolist()
     parts = {
         "packed": lattice.pack(unpack_codewords(words, k), fmt),
-        "lattice": lattice.Record(format=fmt, scale=scale, second=second).to_tensor().to(slab.device),
+        "lattice": lattice.LatticeRecord(format=fmt, scale=scale, second=second).to_tensor().to(slab.device),
     }
     for name, place, length in (("signs_in", PackColumn.SIGNS_IN, k), ("signs_out", PackColumn.SIGNS_OUT, n)):
         size = signs_bytes(fmt.transform, length, tuned=c.tuned)

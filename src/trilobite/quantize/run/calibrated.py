@@ -1,6 +1,7 @@
-"""From a calibration to Hessians: what to run the model on, where Hessians are kept, who receives them."""
+"""Lines that need a Hessian: what to run the model on, where Hessians are kept, what trains the blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,14 +9,15 @@ import torch
 from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, RecipeError
-from trilobite.quantize.calibrate.loop import Loop, Run
+from trilobite.quantize.calibrate.loop import Loop
 from trilobite.quantize.calibrate.model import BlockModel
-from trilobite.quantize.calibrate.receiver import Packed, PackingReceiver, Receiver
+from trilobite.quantize.calibrate.protocols import Receiver, Trainer
 from trilobite.quantize.calibrate.store import HessianStore
-from trilobite.quantize.calibrate.weights import Place
 from trilobite.quantize.calibrate.windows import FINETUNES, PROPAGATIONS, Calibration, Windows, draw_windows
 from trilobite.quantize.finetune.train import BATCH, Tuner, make_course
 from trilobite.quantize.plan.plan import PlanLine
+from trilobite.quantize.run.lines import Work
+from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import LatticeFormat, Recipe, needs_calibration
 
 
@@ -51,7 +53,21 @@ class Calibrator:
         if self.windows is not None:
             self._model = BlockModel(source, matrices, device)
 
-    def collect(self, lines: Sequence[PlanLine], run: Run) -> None:
+    def pack(self, work: Work, todo: Sequence[PlanLine]) -> None:
+        """Pack lines that need Hessians, from the folder of them or as the model's run finds them; then train."""
+        folder, watcher = work.writer.work, work.options.watcher
+        if self.store is not None:
+            calibrated = [line for line in work.plan.lines if line.calibrated]
+            self.collect(calibrated, jobs=work.jobs, workspace=folder, watcher=watcher)
+            work.run(todo, self.store)
+            todo = []
+        trainer = self._trainer(work)
+        if todo or trainer:
+            self._loop(work, work.jobs, folder, watcher, trainer).walk(todo)
+
+    def collect(
+        self, lines: Sequence[PlanLine], *, jobs: int, workspace: Path, watcher: Watcher = SILENT
+    ) -> None:
         """Fill the folder of Hessians with what it lacks for these lines; one that is only taken from stays as it is."""
         store = self.store
         assert store is not None
@@ -60,61 +76,43 @@ class Calibrator:
             return
         with store.writing():
             missing = store.missing(names)
-            places, unseen = self._places([line for line in lines if line.matrix.name in missing])
-            if unseen:
-                store.unseen([line.matrix.name for line in unseen])
-            self._loop(run, places, store).walk([line for line in lines if line.matrix.name in places])
-
-    def distribute(
-        self, lines: Sequence[PlanLine], run: Run, packer: PackingReceiver, tuner: Tuner | None = None
-    ) -> None:
-        """Run the model and hand out the Hessian of each line, block after block.
-
-        tuner: trains each block when it is quantized
-        """
-        places, unseen = self._places(lines)
-        for line in unseen:  # the model never runs it: no input is as good as any other
-            for made, record in packer.take([line], torch.eye(line.matrix.shape[1]), {"tokens": 0}):
-                packer.done(made, record)
-        loop = self._loop(run, places, packer, packed=packer, tuner=tuner)
-        loop.walk([line for line in lines if line.matrix.name in places])
+            loop = self._loop(store, jobs, workspace, watcher)
+            loop.walk([line for line in lines if line.matrix.name in missing])
 
     def _loop(
         self,
-        run: Run,
-        places: Mapping[str, Place],
         receiver: Receiver,
-        *,
-        packed: Packed | None = None,
-        tuner: Tuner | None = None,
+        jobs: int,
+        workspace: Path,
+        watcher: Watcher,
+        trainer: Trainer | None = None,
     ) -> Loop:
         assert self._model is not None
         assert self.windows is not None
-        loop = Loop(
+        return Loop(
             model=self._model,
             ids=self.windows.ids,
             calibration=self.calibration,
-            places=places,
-            run=run,
             receiver=receiver,
-            packed=packed,
-            tuner=tuner,
+            jobs=jobs,
+            workspace=workspace,
+            watcher=watcher,
+            trainer=trainer,
         )
-        if run.on_note:
-            run.on_note(loop.estimate())
-        return loop
 
-    def _places(self, lines: Sequence[PlanLine]) -> tuple[dict[str, Place], list[PlanLine]]:
-        """Where matrices are in the model, and those that it does not have."""
-        assert self._model is not None
-        places, unseen = {}, []
-        for line in lines:
-            place = self._model.place(line.matrix)
-            if place is None:
-                unseen.append(line)
-            else:
-                places[line.matrix.name] = place
-        return places, unseen
+    def _trainer(self, work: Work) -> Trainer | None:
+        """What trains the quantized blocks, where that is asked for."""
+        if not self.calibration.finetune:
+            return None
+        return Tuner(
+            mode=self.calibration.finetune,
+            lines=work.plan.lines,
+            read=work.stored,
+            store=work.tuned,
+            seed=self.calibration.seed,
+            memory=self.calibration.memory,
+            watcher=work.options.watcher,
+        )
 
 
 def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> Calibrator | None:

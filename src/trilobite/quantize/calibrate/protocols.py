@@ -1,0 +1,54 @@
+"""What the run of the model asks of others: to take the Hessians that it finds, and to train its blocks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trilobite.quantize.plan.plan import PlanLine
+
+if TYPE_CHECKING:  # brings transformers along
+    from trilobite.quantize.calibrate.model import BlockModel
+
+Record = dict[str, Any]
+"""What is to be remembered of a line."""
+Records = list[tuple[PlanLine, Record]]
+Buffer = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Room for activations, given their shape and dtype."""
+
+
+class Receiver(Protocol):
+    """Takes Hessians, block after block: packs by them, or keeps them."""
+
+    def block(self, index: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
+        """Entered around the work on a block's lines; None is what is outside of the blocks."""
+
+    def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
+        """The Hessian that some lines share, [K, K] fp32, and what to note of it. Called by threads."""
+
+    def done(self, line: PlanLine, record: Record) -> None:
+        """What `take` returned has arrived. Called by the main thread."""
+
+    def unseen(self, lines: Sequence[PlanLine]) -> None:
+        """Lines whose matrices the model never runs."""
+
+    def put(self, model: "BlockModel", index: int) -> None:
+        """Give a loaded block the values that it has when packed: the next block's inputs come from them."""
+
+
+class Trainer(Protocol):
+    """Trains what is not codes, each block once its lines are packed, and at last the whole model."""
+
+    def sizes(self, windows: int) -> set[int]:
+        """How many windows a batch may have."""
+
+    def wants(self, block: int) -> bool:
+        """Whether a block is still to be trained."""
+
+    def tune_block(self, model: "BlockModel", index: int, hidden: Tensor, buffer: Buffer) -> None:
+        """Train a block, loaded with its original weights, on what enters it. hidden: [S, T, H]."""
+
+    def tune_all(self, model: "BlockModel", ids: Tensor, buffer: Buffer) -> None:
+        """Train the whole model, where that is asked for. ids: [S, T]."""
