@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trilobite.formats.weight import dequantize
-from trilobite.quantize.methods.bands import quantize
+from trilobite.quantize.methods.registry import quantize
 from trilobite.recipe import Format
 
 
