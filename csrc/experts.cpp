@@ -172,7 +172,9 @@ void down(const Call &c, int64_t band, int bands, float *sum, float *out, void *
   const trilobite_experts_args &a = c.a;
   const int64_t ld = (int64_t)ceil_div(bands, UNIT_BANDS) * UNIT, row = band * ROWS;
   const int64_t width = std::min<int64_t>(bands * ROWS, a.hidden - row), size = element_size(a.dtype);
+  float *kept = a.sums ? a.sums + c.start * a.hidden + row : nullptr;
   memset(sum, 0, c.tokens * ld * sizeof(float));
+  for (int64_t t = 0; kept && t < c.tokens; t++) memcpy(sum + t * ld, kept + t * a.hidden, width * sizeof(float));
   for (int64_t i = 0; i < c.count; i++) {
     const Active &e = c.active[i];
     product(c.t, e.down, band, bands, e.h, e.z_down, out, ld, scratch);
@@ -183,6 +185,7 @@ void down(const Call &c, int64_t band, int bands, float *sum, float *out, void *
       for (int64_t j = 0; j < width; j++) s[j] += w * o[j];
     }
   }
+  for (int64_t t = 0; kept && t < c.tokens; t++) memcpy(kept + t * a.hidden, sum + t * ld, width * sizeof(float));
   auto *y = (uint8_t *)a.y + ((c.start * a.hidden) + row) * size;
   for (int64_t t = 0; t < c.tokens; t++) c.t.store(sum + t * ld, width, y + t * a.hidden * size, (int)a.dtype);
 }
@@ -233,6 +236,7 @@ bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
   }
   if (most > 1) c.shared_x = false;  // one token that chose an expert twice has two rows there
   const int threads = work < SMALL ? 1 : (int)a.threads;
+  if (lattice && a.sums) return fail("experts: sums of several calls are not for lattice formats");
   if (lattice) return lattice_pass(c, ws, threads, most), true;
   allocate(c, ws);
   if (c.shared_x) prepare_shared(c);

@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 5
+#define TRILOBITE_ABI 6
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -81,6 +81,9 @@ typedef struct {
   int64_t tokens, active, experts, hidden, intermediate, slab_bytes, activation, digits, threads;
   int64_t gated;                                                  // 1: all experts have gates, 0: none has
   const trilobite_rotation *rotate_hidden, *rotate_intermediate;  // or NULL where no matrix is in a lattice format
+  // [tokens, hidden], or NULL: what calls with earlier experts of the layer added up, to which this one adds; y is the
+  // rounded total. Experts in ascending order give the bits of one call for all. Not for matrices in lattice formats.
+  float *sums;
 } trilobite_experts_args;
 
 TRILOBITE_API int trilobite_experts(const trilobite_experts_args *args);

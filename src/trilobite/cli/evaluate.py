@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilobite.cli.console import Progress, number, print_json, print_table, quiet
+from trilobite.cli.memory import MemoryOption, load_within, place_of
 from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
 from trilobite.cli.run import ModelArgument
 from trilobite.errors import DestinationError
@@ -55,6 +56,7 @@ def evaluate(
     ] = None,
     device: DeviceOption = "auto",
     activations: ActivationsOption = "exact",
+    memory: MemoryOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Measure a model on a text or on benchmark tasks.
@@ -79,9 +81,9 @@ def evaluate(
 
     found: dict[str, Any] = {"model": model}
     with quiet():
-        on = usable_device(device)
+        on = usable_device(place_of(device, memory))
         ready = load_tasks(names, data=data) if names else {}
-        loaded = load(model, device=on, activations=activations)
+        loaded = load_within(model, memory, device=on, activations=activations)
         tokenizer = load_tokenizer(model)
         original = load(reference, device=on) if reference else None
         context = context or default_context(2048, *filter(None, (loaded, original)))

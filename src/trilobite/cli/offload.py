@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from trilobite.cli.console import Progress, number, print_json, print_table, quiet, size
+from trilobite.cli.memory import MemoryOption, load_within, place_of
 from trilobite.cli.options import DeviceOption, JsonOption, usable_device
 from trilobite.cli.run import ModelArgument
 from trilobite.errors import DestinationError
@@ -22,6 +23,7 @@ def trace(
     context: Annotated[int, typer.Option(help="Tokens in a window of the text.", min=2, metavar="N")] = 512,
     samples: Annotated[int | None, typer.Option(help="Only the first N windows.", min=1, metavar="N")] = None,
     device: DeviceOption = "cpu",
+    memory: MemoryOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Note which experts a text uses, and which ones would have been guessed.
@@ -37,14 +39,13 @@ def trace(
         )
     if output.exists() and text.exists() and output.samefile(text):
         raise DestinationError(f"{output}: is the text itself; choose another file for the trace")
-    from trilobite import load
     from trilobite.evaluate.measure import trace_experts
     from trilobite.evaluate.trace import save_trace
     from trilobite.runtime.load import load_tokenizer
 
     with quiet(), Progress() as bars:
         found = trace_experts(
-            load(model, device=usable_device(device)),
+            load_within(model, memory, device=usable_device(place_of(device, memory))),
             load_tokenizer(model),
             text,
             context=context,

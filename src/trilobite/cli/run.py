@@ -6,6 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trilobite.cli.console import note, print_json, quiet
+from trilobite.cli.memory import (
+    AheadOption,
+    GuessesOption,
+    MemoryOption,
+    Metrics,
+    VerboseOption,
+    load_within,
+    place_of,
+)
 from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, named, usable_device
 
 if TYPE_CHECKING:
@@ -100,6 +109,10 @@ def generate(
     device: DeviceOption = "auto",
     compiled: CompileOption = False,
     activations: ActivationsOption = "exact",
+    memory: MemoryOption = "auto",
+    guesses: GuessesOption = 2,
+    ahead: AheadOption = 1,
+    verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
     """Continue a prompt.
@@ -109,7 +122,6 @@ def generate(
     \b
     Example: trilobite generate mixtral-3bit "The sea is" -n 64 --temperature 0.7 --seed 1
     """
-    from trilobite import load
     from trilobite.runtime.generate import text as runtime
     from trilobite.runtime.load import load_tokenizer
 
@@ -124,8 +136,10 @@ def generate(
         )
         if prompt == "-":
             prompt = sys.stdin.read().removesuffix("\n")
-        loaded = load(model, device=_place(device, compiled), activations=activations)
-        tokenizer = load_tokenizer(model)
+        place = _place(place_of(device, memory), compiled)
+        speculation = {"guesses": guesses, "ahead": ahead}
+        loaded = load_within(model, memory, device=place, activations=activations, **speculation)
+        tokenizer, metrics = load_tokenizer(model), Metrics(loaded)
         echo = _Echo(prompt)
         made = runtime.generate(
             loaded,
@@ -147,11 +161,14 @@ def generate(
                 "prompt_seconds": round(made.prompt_seconds, 4),
                 "seconds": round(made.seconds, 4),
                 "tokens_per_second": round(made.tokens_per_second, 3),
+                **metrics.since(),
             }
         )
     else:
         echo.write("\n")
         note(_speed(made))
+        if verbose:
+            note(metrics.line())
 
 
 class _Echo:
@@ -179,6 +196,10 @@ def chat(
     device: DeviceOption = "auto",
     compiled: CompileOption = False,
     activations: ActivationsOption = "exact",
+    memory: MemoryOption = "auto",
+    guesses: GuessesOption = 2,
+    ahead: AheadOption = 1,
+    verbose: VerboseOption = False,
 ) -> None:
     """Talk with a model.
 
@@ -188,7 +209,6 @@ def chat(
     \b
     Example: trilobite chat mixtral-3bit --temperature 0.7
     """
-    from trilobite import load
     from trilobite.runtime.generate.chat import Chat
     from trilobite.runtime.generate.text import Sampling
     from trilobite.runtime.load import load_tokenizer
@@ -202,15 +222,17 @@ def chat(
             stop=tuple(stop or ()),
             seed=seed,
         )
-        loaded = load(model, device=_place(device, compiled), activations=activations)
+        place = _place(place_of(device, memory), compiled)
+        speculation = {"guesses": guesses, "ahead": ahead}
+        loaded = load_within(model, memory, device=place, activations=activations, **speculation)
         talk = Chat(loaded, load_tokenizer(model), sampling, _fixed_cache(compiled, loaded))
         if not talk.has_template:
             note("this model has no chat template: it continues your text instead of answering")
         note("/reset forgets the conversation, /quit ends it")
-        _converse(talk, tokens)
+        _converse(talk, tokens, Metrics(loaded) if verbose else None)
 
 
-def _converse(talk: "Chat", tokens: int) -> None:
+def _converse(talk: "Chat", tokens: int, metrics: Metrics | None) -> None:
     from trilobite.errors import PromptError
 
     while True:
@@ -231,6 +253,8 @@ def _converse(talk: "Chat", tokens: int) -> None:
                 continue
             _write("\n")
             note(_speed(made))
+            if metrics is not None:
+                note(metrics.line())
 
 
 def _write(text: str) -> None:

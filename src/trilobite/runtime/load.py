@@ -20,11 +20,13 @@ from trilobite.checkpoint.layout import ALIGN
 from trilobite.checkpoint.packed import REPORT, check_finished, check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.checkpoint.unpack import UNPACKABLE, quantization_of
-from trilobite.errors import CheckpointError, DeviceError, TrilobiteError
+from trilobite.errors import CheckpointError, DeviceError, OffloadError, TrilobiteError
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.modules.swap import configure
+from trilobite.runtime.offload.plan import AUTO, Offload
+from trilobite.runtime.offload.streaming import bound
 
 EXPERT_PART = re.compile(r"(.*\.experts)\.\d+\..*\.weight_")
 """Name of a part of a packed expert, after that of its layer's experts."""
@@ -37,6 +39,7 @@ def load(
     dtype: torch.dtype | None = None,
     activations: str = "exact",
     threads: int | None = None,
+    memory: str | int | Offload | None = None,
 ) -> PreTrainedModel:
     """Load a packed or an original checkpoint for inference.
 
@@ -46,8 +49,10 @@ def load(
     dtype: of what stays unpacked, and of the activations; default: the checkpoint's
     activations, threads: of packed weights on CPUs, for this model alone: "exact", or "int8", which rounds what enters
     their products to 8 bits; default: as many threads as torch
-    Raises CheckpointError, FormatVersionError, ArchitectureError, SettingError, or DeviceError when memory does not
-    suffice.
+    memory: run in so much of it, experts streaming from the disk: bytes, "8GiB", "auto" (only where the model does not
+    fit), or an `Offload` with more to say; for packed checkpoints on the CPU
+    Raises CheckpointError, FormatVersionError, ArchitectureError, SettingError; where memory ends, DeviceError or
+    OffloadError.
     """
     settings = CpuSettings(activations, threads)
     check_finished(Path(path_or_id))
@@ -83,7 +88,12 @@ def load(
         model.generation_config = _generation_config(source.path)
     model.name_or_path = str(source.path)
     configure(model, settings)
-    return _to_device(model, device).eval()
+    model = _to_device(model, device).eval()
+    if memory is not None and device == "cpu":
+        bound(model, source, tensors, memory)
+    elif memory not in (None, AUTO):
+        raise OffloadError(f"memory={memory!r} goes with device='cpu', not {device!r}")
+    return model
 
 
 def _generation_config(folder: Path) -> GenerationConfig:

@@ -15,6 +15,7 @@ from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels.cpu import engine
 from trilobite.kernels.cpu.matrix import lattice_matrix, matrix
+from trilobite.kernels.expert_table import has_lattice
 from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 
 
@@ -99,7 +100,10 @@ class BoundExperts(_Bound):
         self._threads = settings.threads
         self._args, parts = engine.experts_args(layer, settings)
         self._memory = _memory(*parts)
+        self.sums_up = not has_lattice(layer.table)
 
-    def __call__(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """x: [T, H] -> [T, H] in x.dtype. Raises ShapeError."""
-        return engine.run_experts(x, top_k_index, top_k_weights, self._args, self._threads)
+    def __call__(
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sums: Tensor | None = None
+    ) -> Tensor:
+        """x: [T, H] -> [T, H] in x.dtype. sums: as in `engine.run_experts`, where `sums_up`. Raises ShapeError."""
+        return engine.run_experts(x, top_k_index, top_k_weights, self._args, self._threads, sums)

@@ -260,10 +260,25 @@ def experts_args(
 
 
 def run_experts(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, checked: native.ExpertsArgs, threads: int | None
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    checked: native.ExpertsArgs,
+    threads: int | None,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """Run a layer that is checked already. `checked` stays as it is: several threads may use it at a time."""
+    """Run a layer that is checked already. `checked` stays as it is: several threads may use it at a time.
+
+    sums: [T, H] fp32, what calls with earlier experts added up, zeros at first; this call adds to it and returns the
+    total. Calls in ascending order of experts give the bits of one call with all of them; not for lattice formats
+    """
     check_routing(x, top_k_index, top_k_weights)
+    if sums is not None and (
+        sums.shape != x.shape or not sums.is_contiguous() or sums.dtype != torch.float32
+    ):
+        raise ShapeError(
+            f"experts: sums are {list(sums.shape)} {sums.dtype}, expected {list(x.shape)} float32"
+        )
     if x.shape[1] != checked.hidden:
         raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={checked.hidden}")
     dtype, weights_dtype = dtype_code(x, "experts: x"), dtype_code(top_k_weights, "experts: top_k_weights")
@@ -276,7 +291,7 @@ def run_experts(
     args.x, args.index, args.weights = x.data_ptr(), index.data_ptr(), weights.data_ptr()
     args.y, args.dtype, args.weights_dtype = y.data_ptr(), dtype, weights_dtype
     args.index_bytes, (args.tokens, args.active) = index.element_size(), index.shape
-    args.threads = team(threads)
+    args.threads, args.sums = team(threads), None if sums is None else sums.data_ptr()
     assert _lib is not None
     _lib.trilobite_experts(ctypes.addressof(args))
     return y

@@ -59,7 +59,7 @@ class ExpertsArgs(Structure):
         ),
         ("threads", c_int64),
         ("gated", c_int64),
-        *((name, c_void_p) for name in ("rotate_hidden", "rotate_intermediate")),
+        *((name, c_void_p) for name in ("rotate_hidden", "rotate_intermediate", "sums")),
     )
 
 
@@ -73,7 +73,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 5
+ABI = 6
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 

@@ -76,12 +76,19 @@ class Read:
                 self._queue.guesses.remove(self)
                 self._queue.urgent.append(self)
 
-    def cancel(self) -> None:
-        """Begin no more requests of it; those in flight still end in the memory (`wait`)."""
-        self._queue.check()
+    def cancel(self) -> int:
+        """Begin no more requests of it; those in flight still end in the memory (`settle`). Returns the bytes saved."""
         with self._queue.changed:
+            saved = self.stretch.span - self.pending[0] if self.pending else 0
             self._queue.drop(self)
             self._queue.changed.notify_all()
+        return saved
+
+    def settle(self) -> None:
+        """Until nothing writes into the memory any more, whatever became of it."""
+        if self._queue.owner == os.getpid():
+            with self._queue.changed:
+                self._queue.changed.wait_for(lambda: self.over)
 
 
 class Reader:

@@ -90,6 +90,10 @@ class SlotCache:
         pool = self._pool[key[0]]
         pool.free.append(pool.slot.pop(key))
 
+    def move(self, key: Key, slot: int) -> None:
+        """An expert lies in another slot from now on, which becomes one of its pool in the place of its old one."""
+        self._pool[key[0]].slot[key] = slot
+
     def room(self, layer: int) -> int:
         """Slots of a layer's pool."""
         return self._pool[layer].size

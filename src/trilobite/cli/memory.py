@@ -1,0 +1,110 @@
+"""Models larger than memory: the options, loading, and what is said about it."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trilobite.cli.console import note, size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trilobite.runtime.offload.slots import Counters
+
+MemoryOption = Annotated[
+    str,
+    typer.Option(
+        "--memory",
+        help="Run in so much memory (8GiB), experts streaming from the disk; auto: only where the model does not fit.",
+        metavar="SIZE",
+    ),
+]
+GuessesOption = Annotated[
+    int,
+    typer.Option(
+        "--guesses",
+        help="With --memory: experts of a later layer to read on speculation.",
+        min=0,
+        max=8,
+        metavar="N",
+    ),
+]
+AheadOption = Annotated[
+    int,
+    typer.Option("--ahead", help="With --memory: how many layers ahead to speculate.", min=1, metavar="N"),
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also say how the experts streamed, after every answer.")
+]
+
+
+def place_of(device: str, memory: str) -> str:
+    """The device to ask for: experts stream to the CPU, so a bound on memory settles what `auto` leaves open."""
+    return "cpu" if device == "auto" and memory.lower() != "auto" else device
+
+
+def load_within(
+    path: str,
+    memory: str,
+    *,
+    device: str = "cpu",
+    activations: str = "exact",
+    guesses: int = 2,
+    ahead: int = 1,
+) -> "PreTrainedModel":
+    """Load a model; where its experts stream, say on standard error what takes how much. Raises OffloadError."""
+    from trilobite import load
+    from trilobite.runtime.offload.plan import AUTO, Offload, parse_size
+    from trilobite.runtime.offload.streaming import streaming
+
+    bound: str | Offload = AUTO
+    if memory.lower() != AUTO:
+        bound = Offload(memory=parse_size(memory), guesses=guesses, ahead=ahead)
+    model = load(path, device=device, activations=activations, memory=bound)
+    found = streaming(model)
+    if found is not None:
+        if memory.lower() == AUTO:
+            note("the model does not fit into free memory: experts stream from the disk, at its speed")
+        for line in (str(found.plan), *found.notes):
+            note(line)
+    return model
+
+
+class Metrics:
+    """What streaming cost since the last look."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        """Looks a first time."""
+        self._model = model
+        self._before = self._now()
+
+    def _now(self) -> "Counters | None":
+        from trilobite.runtime.offload.streaming import streaming
+
+        found = streaming(self._model)
+        return None if found is None else found.counters
+
+    def since(self) -> dict[str, Any]:
+        """Counters as plain data; empty where nothing streams."""
+        now, before = self._now(), self._before
+        self._before = now
+        if now is None or before is None:
+            return {}
+        found = now - before
+        return {
+            "hit_ratio": round(found.hit_ratio, 4),
+            "bytes_read": found.bytes,
+            "guesses": found.guesses,
+            "guesses_used": found.used,
+            "stalled_seconds": round(found.stalled, 4),
+        }
+
+    def line(self) -> str:
+        """The same for people."""
+        found = self.since()
+        if not found:
+            return "nothing streams: all experts lie in memory"
+        return (
+            f"experts: hit ratio {100 * found['hit_ratio']:.1f} %, {size(found['bytes_read'])} read, "
+            f"{found['guesses_used']} of {found['guesses']} guesses used, {found['stalled_seconds']:.2f} s stalled"
+        )

@@ -1,0 +1,236 @@
+"""How a bound on memory is divided: what a model takes beside its experts, and how many of these fit in the rest."""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trilobite.errors import OffloadError
+from trilobite.runtime.modules.experts import PackedExperts
+
+AUTO = "auto"
+UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+ENGINE_BYTES = 48 * 2**20
+"""Workspaces of the CPU engine and of torch, whatever the model."""
+HEADROOM = 0.9
+"""Share of the free memory that `auto` takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """How a model streams.
+
+    memory: bytes for everything: the program, weights that stay, experts, keys and values, activations
+    context: tokens of keys and values, and of the longest prompt    policy: of `POLICIES`
+    ahead, guesses: speculative loading of so many experts a token, so many layers ahead; 0 guesses: none
+    staging: buffers for guesses and prompts    pool: one pool of slots even where each layer could have its own
+    """
+
+    memory: int
+    context: int = 4096
+    policy: str = "lru"
+    ahead: int = 1
+    guesses: int = 2
+    staging: int = 4
+    pool: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes. program: what this process holds already    experts: of all, on disk    slots, staging: how many fit."""
+
+    memory: int
+    program: int
+    weights: int
+    keys_and_values: int
+    activations: int
+    experts: int
+    slot_bytes: int
+    count: int
+    slots: int
+    staging: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether all experts fit, so that nothing needs to stream."""
+        return self.slots >= self.count
+
+    def __str__(self) -> str:
+        """One line for people."""
+        fixed = (
+            f"program {_size(self.program)}, weights that stay {_size(self.weights)}, keys and values "
+            f"{_size(self.keys_and_values)}, activations {_size(self.activations)}"
+        )
+        if self.fits:
+            return f"memory {_size(self.memory)}: {fixed}, all experts {_size(self.experts)}: nothing needs to stream"
+        slots = f"{self.slots} of {self.count} experts {_size(self.slots * self.slot_bytes)}"
+        return (
+            f"memory {_size(self.memory)}: {fixed}, {slots}, staging {_size(self.staging * self.slot_bytes)}"
+        )
+
+
+def divide(
+    model: PreTrainedModel,
+    settings: Offload,
+    mapped: Collection[int],
+    *,
+    experts: int,
+    slot_bytes: int,
+    count: int,
+    active: int,
+) -> MemoryPlan:
+    """Divide `settings.memory`. experts: their bytes    count: of them    active: A, which must fit at least.
+
+    mapped: addresses of the mapped files; weights that lie elsewhere are part of the program already
+    Raises OffloadError with the smallest figure that works.
+    """
+    context = _within(model, settings.context)
+    fixed = {
+        "program": anonymous_bytes(),
+        "weights": sum(t.nbytes for t in _staying(model, mapped)),
+        "keys_and_values": key_value_bytes(model, context),
+        "activations": activation_bytes(model, context),
+    }
+    left = settings.memory - sum(fixed.values())
+    needed = sum(fixed.values()) + (settings.staging + active) * slot_bytes
+    slots = count if left >= experts + slot_bytes else left // slot_bytes - settings.staging
+    if slots < active:
+        raise OffloadError(
+            f"{model.name_or_path}: {_size(settings.memory)} of memory do not suffice, the smallest that works is "
+            f"{-(-needed // 2**20)}MiB (weights that stay {_size(fixed['weights'])}, keys and values of "
+            f"{context} tokens {_size(fixed['keys_and_values'])}, one expert {_size(slot_bytes)}): ask for "
+            "more, or for a shorter context"
+        )
+    return MemoryPlan(
+        memory=settings.memory,
+        experts=experts,
+        slot_bytes=slot_bytes,
+        count=count,
+        slots=slots,
+        staging=settings.staging,
+        **fixed,
+    )
+
+
+def _staying(model: PreTrainedModel, mapped: Collection[int]) -> Iterator[Tensor]:
+    """Parameters and buffers in mapped files that are not part of packed experts; shared ones once."""
+    inside = {
+        id(t)
+        for m in model.modules()
+        if isinstance(m, PackedExperts)
+        for row in m.matrices()
+        for matrix in row
+        if matrix is not None
+        for t in matrix.buffers()
+    }
+    seen = dict.fromkeys((*model.parameters(), *model.buffers()))
+    return (t for t in seen if id(t) not in inside and t.untyped_storage().data_ptr() in mapped)
+
+
+def key_value_bytes(model: PreTrainedModel, context: int) -> int:
+    """Keys and values of one text of `context` tokens, as transformers keeps them."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # decompressed before they are kept
+        width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    else:
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        width = 2 * (getattr(config, "num_key_value_heads", None) or heads) * dim
+    return int(config.num_hidden_layers * width * context * model.dtype.itemsize)
+
+
+def activation_bytes(model: PreTrainedModel, context: int) -> int:
+    """What a prompt of `context` tokens needs at a time, in fp32 where the engine does."""
+    config = model.config.get_text_config(decoder=True)
+    widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 0)
+    return int(context * (8 * config.hidden_size + 4 * widest) * 4 + 12 * config.vocab_size + ENGINE_BYTES)
+
+
+def automatic(model: PreTrainedModel, file_bytes: int, context: int) -> int | None:
+    """A bound on memory for a model that the free memory does not hold; None where it does, or nobody knows.
+
+    file_bytes: of the checkpoint
+    """
+    free, context = available_bytes(), _within(model, context)
+    needed = file_bytes + key_value_bytes(model, context) + activation_bytes(model, context)
+    if free is None or needed <= HEADROOM * free:
+        return None
+    return int(HEADROOM * free) + anonymous_bytes()
+
+
+def _within(model: PreTrainedModel, context: int) -> int:
+    """No more tokens than the model was made for."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(context, limit or context)
+
+
+def parse_size(text: str | int) -> int:
+    """`8GiB`, `8GB`, `8G`, `500M` or a number of bytes. Raises OffloadError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", str(text).lower())
+    if match is None or not (found := int(float(match[1]) * UNITS[match[2] or ""])):
+        raise OffloadError(f"memory {text!r}: expected a size such as 8GiB, 500MB, or auto")
+    return found
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs; 0 where the system does not say."""
+    return _kibibytes("/proc/self/status", "RssAnon") * 1024
+
+
+def available_bytes() -> int | None:
+    """Memory that this process could still get, by the system and by its control group; None where nobody says."""
+    found = [n * 1024 for n in (_kibibytes("/proc/meminfo", "MemAvailable"),) if n]
+    for limit, usage, statistics in _groups():
+        try:
+            most, used = int(limit.read_text()), int(usage.read_text())
+            counts = dict(line.split() for line in statistics.read_text().splitlines())
+        except (OSError, ValueError):  # no limit is called "max"
+            continue
+        cached = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+        found.append(max(0, most - used + cached))
+    return min(found, default=None)
+
+
+def _groups() -> Iterator[tuple[Path, Path, Path]]:
+    """Files of limit, usage and statistics of every control group that this process is in, of both versions."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if controllers
+            else ("memory.max", "memory.current")
+        )
+        for place in {folder / group.lstrip("/"), folder}:  # inside of a container only the latter is there
+            yield place / names[0], place / names[1], place / "memory.stat"
+
+
+def _kibibytes(path: str, key: str) -> int:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), 0)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:.1f} MiB"
