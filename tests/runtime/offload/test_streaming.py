@@ -18,10 +18,9 @@ from trilobite.quantize.run.compress import compress
 from trilobite.recipe import Recipe, load_recipe
 from trilobite.runtime.load import load
 from trilobite.runtime.offload.cache import ExpertCache
-from trilobite.runtime.offload.guess import Guesser
+from trilobite.runtime.offload.plan import Offload
 from trilobite.runtime.offload.policies import POLICIES
-from trilobite.runtime.offload.store import ExpertStore
-from trilobite.runtime.offload.streaming import attach, experts_of
+from trilobite.runtime.offload.streaming import streaming
 from trilobite.runtime.routing import moe_layers
 
 pytestmark = pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
@@ -59,22 +58,21 @@ def streamed(
     policy: str = "lru",
 ) -> tuple[Any, ExpertCache]:
     """A model with so many slots a layer."""
-    model = load(str(path))
-    layers = moe_layers(model)
-    experts = [experts_of(layer) for layer in layers]
-    parts = [m.packed().packed for e in experts for row in e.matrices() for m in row if m is not None]
-    (file,) = path.glob("*.safetensors")
-    store = ExpertStore(experts, {t.untyped_storage().data_ptr(): file for t in parts})
-    cache = ExpertCache(
-        store,
-        {file: file.stat().st_size},
-        slots=slots * len(layers),
+    layers = len(moe_layers(load(str(path))))
+    wanted = Offload(
+        memory=2**40,
+        slots=slots * layers,
         staging=staging,
-        shared=shared,
-        policy=POLICIES[policy](),
+        guesses=guesses,
+        ahead=ahead,
+        pool=shared,
+        policy=policy,
     )
-    attach(layers, cache, Guesser(layers, ahead, guesses))
-    return model, cache
+    model = load(str(path), memory=wanted)
+    found = streaming(model)
+    assert found is not None
+    assert found.cache is not None
+    return model, found.cache
 
 
 def answers(model: Any, ids: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """How a bound on memory is divided: what a model takes beside its experts, and how many of these fit in the rest."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class Offload:
     context: tokens of keys and values, and of the longest prompt    policy: of `POLICIES`
     ahead, guesses: speculative loading of so many experts a token, so many layers ahead; 0 guesses: none
     staging: buffers for guesses and prompts    pool: one pool of slots even where each layer could have its own
+    slots: of all layers together; None: as many as fit
     """
 
     memory: int
@@ -46,6 +47,7 @@ class Offload:
     guesses: int = 2
     staging: int = 4
     pool: bool = False
+    slots: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class MemoryPlan:
 def divide(
     model: PreTrainedModel,
     settings: Offload,
-    mapped: Collection[int],
+    mapped: Container[int],
     *,
     experts: int,
     slot_bytes: int,
@@ -94,7 +96,7 @@ def divide(
 ) -> MemoryPlan:
     """Divide `settings.memory`. experts: their bytes    count: of them    active: A, which must fit at least.
 
-    mapped: addresses of the mapped files; weights that lie elsewhere are part of the program already
+    mapped: addresses of tensors in mapped files; weights that lie elsewhere are part of the program already
     Raises OffloadError with the smallest figure that works.
     """
     context = _within(model, settings.context)
@@ -107,6 +109,7 @@ def divide(
     left = settings.memory - sum(fixed.values())
     needed = sum(fixed.values()) + (settings.staging + active) * slot_bytes
     slots = count if left >= experts + slot_bytes else left // slot_bytes - settings.staging
+    slots = slots if settings.slots is None else min(slots, settings.slots)
     if slots < active:
         raise OffloadError(
             f"{model.name_or_path}: {_size(settings.memory)} of memory do not suffice, the smallest that works is "
@@ -125,7 +128,7 @@ def divide(
     )
 
 
-def _staying(model: PreTrainedModel, mapped: Collection[int]) -> Iterator[Tensor]:
+def _staying(model: PreTrainedModel, mapped: Container[int]) -> Iterator[Tensor]:
     """Parameters and buffers in mapped files that are not part of packed experts; shared ones once."""
     inside = {
         id(t)
@@ -137,7 +140,7 @@ def _staying(model: PreTrainedModel, mapped: Collection[int]) -> Iterator[Tensor
         for t in matrix.buffers()
     }
     seen = dict.fromkeys((*model.parameters(), *model.buffers()))
-    return (t for t in seen if id(t) not in inside and t.untyped_storage().data_ptr() in mapped)
+    return (t for t in seen if id(t) not in inside and t.data_ptr() in mapped)
 
 
 def key_value_bytes(model: PreTrainedModel, context: int) -> int:

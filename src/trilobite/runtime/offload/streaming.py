@@ -16,7 +16,7 @@ from trilobite.runtime.offload.plan import AUTO, MemoryPlan, Offload, automatic,
 from trilobite.runtime.offload.policies import POLICIES
 from trilobite.runtime.offload.residence import ExpertsInSlots
 from trilobite.runtime.offload.slots import Counters
-from trilobite.runtime.offload.store import ExpertStore
+from trilobite.runtime.offload.store import ExpertStore, Places
 from trilobite.runtime.routing import MoeLayer, moe_layers
 
 _ATTRIBUTE = "_trilobite_streaming"
@@ -28,6 +28,10 @@ class Streaming:
 
     plan: MemoryPlan
     cache: ExpertCache | None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of the model streams nothing."""
+        return None
 
     @property
     def counters(self) -> Counters:
@@ -53,23 +57,24 @@ def bound(
     tensors: by name, views of the files of `source`    memory: bytes, a size such as "8GiB", or "auto": a bound only
     where the free memory does not hold the model. Raises OffloadError as `stream` does.
     """
-    files = {t.untyped_storage().data_ptr(): source.tensors[name].file for name, t in tensors.items()}
+    places = {t.data_ptr(): (source.tensors[n].file, source.tensors[n].offset) for n, t in tensors.items()}
+    sizes = {path: file.size for path, file in source.files.items()}
     settings = memory if isinstance(memory, Offload) else None
     if settings is None and str(memory).lower() == AUTO:
         size = automatic(model, sum(f.size for f in source.files.values()), Offload.context)
         try:
-            return None if size is None else stream(model, files, Offload(memory=size))
+            return None if size is None else stream(model, places, sizes, Offload(memory=size))
         except OffloadError:
             return None  # nobody asked for a bound: the system's page cache does what it can
     if settings is None:
         settings = Offload(memory=parse_size(memory))  # type: ignore[arg-type]
-    return stream(model, files, settings)
+    return stream(model, places, sizes, settings)
 
 
-def stream(model: PreTrainedModel, files: Mapping[int, Path], settings: Offload) -> Streaming:
+def stream(model: PreTrainedModel, places: Places, sizes: Mapping[Path, int], settings: Offload) -> Streaming:
     """Let the experts of a model stream from the files that its buffers are views of.
 
-    files: address of a mapped file -> its path
+    places: where its buffers come from    sizes: of the files, in bytes
     Raises OffloadError: no packed experts, a policy that nobody knows, too little memory, files that changed.
     """
     if settings.policy not in POLICIES:
@@ -79,12 +84,12 @@ def stream(model: PreTrainedModel, files: Mapping[int, Path], settings: Offload)
         raise OffloadError(
             f"{model.name_or_path}: has no packed experts that could stream; compress it first (`trilobite compress`)"
         )
-    store = ExpertStore([experts_of(layer) for layer in layers], files)
+    store = ExpertStore([experts_of(layer) for layer in layers], places)
     active = max(layer.active or 2 for layer in layers)
     plan = divide(
         model,
         settings,
-        files,
+        places,
         experts=store.nbytes,
         slot_bytes=store.slot_bytes,
         count=store.count,
@@ -94,7 +99,7 @@ def stream(model: PreTrainedModel, files: Mapping[int, Path], settings: Offload)
     if not plan.fits:
         cache = ExpertCache(
             store,
-            {path: path.stat().st_size for path in store.files()},
+            {path: sizes[path] for path in store.files()},
             slots=plan.slots,
             staging=plan.staging,
             shared=settings.pool or plan.slots < active * len(layers),
