@@ -31,6 +31,7 @@ from trilobite.runtime.generate.cache import GrowingCache
 from trilobite.runtime.generate.chat import Chat
 from trilobite.runtime.generate.streamer import Streamer
 from trilobite.runtime.load import load_tokenizer
+from trilobite.runtime.offload import plan as planning
 
 TEXT = "the old man looked at the sea and the sea looked back. " * 30
 
@@ -537,6 +538,25 @@ def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp
     options = ("-r", "rtn3", "--rank", "frequency-4", "--json", "--stats", file)
     ranks = [r["rank"] for r in run("plan", original, *options).json["tensors"] if r["role"] == "expert"]
     assert sum(ranks) > 0
+
+
+def test_a_bound_on_memory(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "anonymous_bytes", lambda: 0)
+    free = run("generate", packed, "the sea", "-n", 5, "--json").json
+    assert "hit_ratio" not in free
+    refused = run("generate", packed, "the sea", "--memory", "1MB")
+    assert refused.status == 1
+    assert "smallest that works" in refused.err
+    assert "such as 8GiB" in run("chat", packed, "--memory", "plenty").err
+    monkeypatch.setattr(planning, "ENGINE_BYTES", 0)
+    figure = refused_figure(run("generate", packed, "the sea", "--memory", "100").err)
+    bound = run("generate", packed, "the sea", "-n", 5, "--json", "--memory", figure, "-v")
+    assert bound.json["text"] == free["text"]
+    assert "memory " in bound.err
+
+
+def refused_figure(message: str) -> str:
+    return message.split("works is ")[1].split(" ")[0]
 
 
 def test_a_trace_of_both_models_feeds_the_cache_simulation(

@@ -1,0 +1,265 @@
+"""Table 2 of arXiv:2312.17238 on the CPU: what a cache of experts, and speculation, are worth under a bound on memory.
+
+    python -m benchmarks.speed.offload --make 6                      # Mixtral-8x7B's shapes, 6 layers, in --work
+    trilobite trace ../shared/models/tiny-mixtral --text FILE --samples 4 -o trace.npz
+    python -m benchmarks.speed.offload PACKED trace.npz --shares 25 40 60 80 --tokens 100
+
+Only the experts run, routed as a trained model routed its text; guesses are those of the trace (`gate+1`). Every variant
+is a process of its own in a memory control group (version 1, needs root), with the page cache of the file dropped, whose
+limit is a share of the expert bytes and what the program takes. The bound next to each speed is max(computing alone,
+bytes missed / bandwidth of the disk), measured in the same run.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.lib.script import add_output, add_page, add_work, parser, publish
+from benchmarks.lib.synthetic import write_mixtral
+from trilobite.checkpoint.source import open_source
+from trilobite.evaluate.trace import gate, load_trace
+from trilobite.quantize.run.compress import compress
+from trilobite.recipe import load_recipe
+from trilobite.runtime.load import EXPERT_PART, load
+from trilobite.runtime.offload.memory import Arena
+from trilobite.runtime.offload.plan import Offload, anonymous_bytes
+from trilobite.runtime.offload.reader import Reader
+from trilobite.runtime.offload.residence import ExpertsInSlots
+from trilobite.runtime.offload.streaming import experts_of, streaming
+from trilobite.runtime.routing import moe_layers
+
+VARIANTS = {
+    "full": "full algorithm",
+    "no speculation": "without speculation",
+    "no cache": "without cache, only speculation",
+    "neither": "neither",
+    "whole layers": "whole layers, as accelerate does",
+    "mmap": "plain mmap of the same file",
+}
+STAGING = 4
+WARM = 8
+"""Tokens before the clock starts."""
+MARGIN = 96 * 2**20
+"""Of the control group's limit: pages of libraries, the kernel's own."""
+
+
+class TraceGuesser:
+    """Stands in the place of `Guesser`: what the traced model would have guessed."""
+
+    def __init__(self, guesses: np.ndarray | None, layers: int) -> None:
+        """guesses: [L, T, G], or None for no speculation."""
+        self.guesses, self.layers, self.token = guesses, layers, 0
+
+    def guess(self, layer: int, most: int) -> tuple[int, list[int]] | None:
+        """At most two experts of the next layer."""
+        if self.guesses is None or layer + 1 >= self.layers:
+            return None
+        row = self.guesses[(layer + 1) % len(self.guesses), self.token]
+        return layer + 1, [int(e) for e in row[: min(2, most)] if e >= 0]
+
+
+@contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    """This process in a control group of its own with this limit."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next(g.split(":", 2)[2] for g in lines if "memory" in g.split(":")[1].split(","))
+    parent = Path("/sys/fs/cgroup/memory") / own.lstrip("/")
+    group = parent / f"trilobite-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text("0")
+        (group / "memory.limit_in_bytes").write_text(str(nbytes))
+        yield
+    finally:
+        (parent / "cgroup.procs").write_text("0")
+        with suppress(OSError):
+            group.rmdir()
+
+
+def drop_cache(files: list[Path]) -> None:
+    for file in files:
+        with file.open("rb") as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One variant, in this process: seconds of each token, and the counters."""
+    found = load_trace(options.trace)
+    source = open_source(options.model)
+    parts = [i for name, i in source.tensors.items() if EXPERT_PART.match(name)]
+    nbytes, files = sum(i.nbytes for i in parts), sorted({i.file for i in parts})
+    layers = len({m[1] for name in source.tensors if (m := EXPERT_PART.match(name))})
+    each, active = found.experts_of[0], found.experts.shape[2]
+    fit = max(active + 1, int(options.share / 100 * layers * each) - STAGING)
+    few = {"no cache": active, "neither": active, "whole layers": each}
+    slots = few.get(options.variant, fit)
+    wanted = Offload(
+        memory=2**50,
+        staging=STAGING,
+        guesses=0,
+        slots=slots,
+        pool=slots != fit or slots < active * layers,
+    )
+    streams = options.variant not in ("mmap", "resident")
+    model = load(options.model, memory=wanted if streams else None)
+    experts = [experts_of(layer) for layer in moe_layers(model)]
+    guesser = TraceGuesser(
+        found.guesses[gate(1)] if options.variant in ("full", "no cache") else None, len(experts)
+    )
+    cache = None
+    for module in experts:
+        if isinstance(module.residence, ExpertsInSlots):
+            cache, module.residence.guesser = module.residence.cache, guesser  # type: ignore[assignment]
+    drop_cache(files)
+    x = torch.randn(1, experts[0].hidden_size, dtype=torch.bfloat16)
+
+    def token(t: int) -> None:
+        guesser.token = t
+        for i, module in enumerate(experts):
+            index = torch.from_numpy(found.experts[i % len(found.experts), t].astype(np.int64))[None]
+            if cache is not None and options.variant == "whole layers":
+                cache.ensure(i, range(module.num_experts))
+            module(x, index, torch.full(index.shape, 0.5))
+
+    whole = options.variant == "resident"
+    limit = 1 << 40 if whole else int(options.share / 100 * nbytes) + anonymous_bytes() + MARGIN
+    with torch.inference_mode(), limited(limit):
+        for t in range(options.tokens if whole else WARM):  # a resident model has been read once
+            token(t)
+        before, seconds = cache.counters if cache else None, []
+        for t in range(WARM, options.tokens):
+            started = time.perf_counter()
+            token(t)
+            seconds.append(time.perf_counter() - started)
+    counts = cache.counters - before if cache and before else None
+    return {
+        "seconds": sum(seconds) / len(seconds),
+        "median": statistics.median(seconds),
+        "hit_ratio": counts.hit_ratio if counts else None,
+        "bytes": counts.bytes / len(seconds) if counts else None,
+        "stall": counts.stalled / len(seconds) if counts else None,
+    }
+
+
+def disk_bandwidth(model: Path) -> float:
+    """Bytes per second at which the reader's threads read whole experts, page cache dropped."""
+    found = streaming(load(str(model), memory=Offload(memory=2**50, slots=2, pool=True)))
+    assert found is not None
+    assert found.cache is not None
+    store = found.cache.store
+    stretches = store.stretches[0]
+    sizes = {f: e.size for f, e in open_source(str(model)).files.items()}
+    reader, arena = Reader(sizes), Arena(len(stretches), store.slot_bytes)
+    drop_cache(store.files())
+    started = time.perf_counter()
+    reads = [reader.read(s, arena.view(i), urgent=True) for i, s in enumerate(stretches)]
+    for read in reads:
+        read.wait()
+    return sum(s.nbytes for s in stretches) / (time.perf_counter() - started)
+
+
+def run(options: argparse.Namespace, variant: str, share: int) -> dict[str, Any]:
+    """A variant in a process of its own; empty where it was killed."""
+    command: list[str] = [sys.executable, "-m", "benchmarks.speed.offload", options.model, options.trace]
+    command += ["--one", variant, "--share", str(share), "--tokens", str(options.tokens)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(
+            f"{variant} at {share} %: {(done.stderr.splitlines() or [str(done.returncode)])[-1]}",
+            file=sys.stderr,
+        )
+        return {}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def table(
+    options: argparse.Namespace, bandwidth: float, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    alone = run(options, "resident", 100)["seconds"]
+    rows = []
+    for share in options.shares:
+        for variant in VARIANTS:
+            progress(f"{variant} at {share} %")
+            found = run(options, variant, share)
+            if not found:
+                continue
+            bound = max(alone, (found["bytes"] or 0) / bandwidth) if found["bytes"] is not None else None
+            rows.append({"share": share, "variant": variant, "alone": alone, "bound": bound, **found})
+    return rows
+
+
+def report(rows: list[dict[str, Any]], bandwidth: float) -> str:
+    alone = rows[0]["alone"] if rows else 0.0
+    lines = [
+        f"Disk {bandwidth / 1e9:.2f} GB/s at the reader's requests; computing alone {1 / alone:.2f} tokens/s.",
+        "",
+        "| memory | variant | tokens/s | of the bound | hits | MB per token | stall, s per token |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in rows:
+        bound = "" if r["bound"] is None else f"{100 * r['bound'] / r['seconds']:.0f} %"
+        counts = ("", "", "")
+        if r["bytes"] is not None:
+            counts = f"{100 * r['hit_ratio']:.0f} %", f"{r['bytes'] / 1e6:.1f}", f"{r['stall']:.4f}"
+        cells = (f"{r['share']} %", VARIANTS[r["variant"]], f"{1 / r['seconds']:.2f}", bound, *counts)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def make(options: argparse.Namespace) -> None:
+    """A packed checkpoint of Mixtral-8x7B's shapes in the work folder."""
+    folder = options.work / f"mixtral-{options.make}-layers"
+    if not (folder / "packed").exists():
+        with tempfile.TemporaryDirectory(dir=options.work) as original:
+            write_mixtral(Path(original) / "original", options.make)
+            compress(str(Path(original) / "original"), folder / "packed", load_recipe("rtn3"))
+    print(json.dumps({"packed": str(folder / "packed")}))
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("model", type=str, nargs="?", help="a packed checkpoint")
+    options.add_argument(
+        "trace", type=str, nargs="?", help="of `trilobite trace`: how its experts are routed"
+    )
+    options.add_argument(
+        "--shares", type=int, nargs="+", default=[25, 40, 60, 80], help="per cent of the experts"
+    )
+    options.add_argument("--tokens", type=int, default=100)
+    options.add_argument("--make", type=int, metavar="LAYERS", help="write such a checkpoint, and stop")
+    options.add_argument("--one", help=argparse.SUPPRESS)
+    options.add_argument("--share", type=float, help=argparse.SUPPRESS)
+    add_work(options)
+    add_output(options)
+    add_page(options, "offload")
+    chosen = options.parse_args()
+    if chosen.make:
+        chosen.work.mkdir(parents=True, exist_ok=True)
+        return make(chosen)
+    if not chosen.model or not chosen.trace:
+        options.error("MODEL and TRACE, or --make LAYERS")
+    if chosen.one:
+        chosen.variant, chosen.trace = chosen.one, Path(chosen.trace)
+        print(json.dumps(measure(chosen)))
+        return None
+    bandwidth = disk_bandwidth(Path(chosen.model))
+    rows = table(chosen, bandwidth, lambda what: print(what, file=sys.stderr, flush=True))
+    summary = {"disk_bytes_per_second": bandwidth, "rows": rows}
+    publish(report(rows, bandwidth), summary, page=chosen.page, marker="offload", output=chosen.output)
+    return None
+
+
+if __name__ == "__main__":
+    main()
