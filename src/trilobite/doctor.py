@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 import trilobite
-from trilobite.errors import DeviceError
+from trilobite.errors import DeviceError, OffloadError
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine
+from trilobite.runtime.offload.disk import measure_disk
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy")
 EXTRAS = {"eval": "lm_eval", "plot": "matplotlib", "gpu": "triton"}
@@ -49,7 +50,7 @@ def examine() -> dict[str, Any]:
         "gpu": _gpus(),
         "gpu_kernels": _gpu_kernels(),
         "extras": {name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()},
-        "disk": {"folder": os.getcwd(), "free_GB": round(shutil.disk_usage(".").free / 1e9, 1)},
+        "disk": _disk(),
     }
 
 
@@ -117,6 +118,22 @@ def _torch_bandwidth() -> float:
         data.sum()
         best = max(best, data.nbytes / (perf_counter() - started))
     return best
+
+
+def _disk() -> dict[str, Any]:
+    """Of the folder one stands in: what is free, and how fast experts would stream from it."""
+    found: dict[str, Any] = {
+        "folder": os.getcwd(),
+        "free_GB": round(shutil.disk_usage(".").free / 1e9, 1),
+    }
+    try:
+        speed, direct = measure_disk(Path("."))
+    except (OSError, OffloadError) as e:
+        return found | {"read_speed": f"not measured: {e}"}
+    return found | {
+        "read_GB_per_s": round(speed / 1e9, 2),
+        "read_by": "O_DIRECT" if direct else "the page cache",
+    }
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from trilobite.errors import OffloadError
+from trilobite.runtime.offload.disk import measure_disk
 from trilobite.runtime.offload.memory import ALIGN, Arena, aligned
 from trilobite.runtime.offload.reader import Reader, Stretch
 
@@ -271,3 +272,11 @@ def test_a_fork_is_told_instead_of_hanging(reader: Reader, file: Path) -> None:
     arena = Arena(1, aligned(SIZE))
     reader.read(whole(file), arena.view(0), urgent=True).wait()
     assert found(arena, whole(file)) == file.read_bytes()
+
+
+def test_the_speed_of_a_disk(tmp_path: Path) -> None:
+    speed, _ = measure_disk(tmp_path, 3 * ALIGN)
+    assert speed > 0
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="No such file"):
+        measure_disk(tmp_path / "none", ALIGN)
