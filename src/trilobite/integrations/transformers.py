@@ -22,6 +22,7 @@ from trilobite.checkpoint.packed import REPORT, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CheckpointError, RecipeError
 from trilobite.integrations.config import Tensors, TrilobiteConfig
+from trilobite.integrations.resizing import resize_packed
 from trilobite.integrations.saving import notes_of, save_packed
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.experts import EXPERT_NAME
@@ -33,6 +34,7 @@ from trilobite.quantize.run.lines import quantize_line
 from trilobite.quantize.run.metadata import packed_report
 from trilobite.quantize.threads import single_threaded_torch
 from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
+from trilobite.runtime.modules.dequantize import dequantize_modules
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.matrix import PackedMatrix
@@ -79,7 +81,18 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
     def remove_quantization_config(self, model: PreTrainedModel) -> None:
         """The model is an ordinary one from now on, and is saved as one."""
         super().remove_quantization_config(model)
-        del model.save_pretrained
+        del model.save_pretrained, model.resize_token_embeddings
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                vars(module.config).pop("_is_quantized", None)
+
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """`model.dequantize()`: an ordinary model, in place. dtype: of its weights; default: what it computes in."""
+        return super().dequantize(model, dtype=dtype or model.dtype)  # type: ignore[no-any-return]
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+        dequantize_modules(model, dtype)
+        return model
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -132,7 +145,7 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             experts = modules.get(match[1]) if match else None
             if match and isinstance(experts, PackedExperts):
                 stacked = experts.stacked_name(match[3])
-                setattr(experts, stacked, experts.originals[stacked])
+                setattr(experts, stacked, experts.original._parameters[stacked])
                 self.lines.setdefault(f"{match[1]}.{stacked}", []).append((f"{match[2]}.{match[3]}", line))
             elif isinstance(modules.get(path), PackedLinear):
                 weight = torch.empty(line.matrix.shape, device="meta")
@@ -154,6 +167,7 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.plan is not None:
             self.notes = self._describe(self.plan)
         model.save_pretrained = partial(save_packed, model, self.notes)
+        model.resize_token_embeddings = partial(resize_packed, model, self.notes)
         # What save_pretrained reverses: the renamings, not the converters that stacked 16-bit experts.
         model._weight_conversions = get_model_conversion_mapping(model, None, self, add_legacy=False)
 
@@ -198,7 +212,7 @@ class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]
             assert isinstance(target, PackedMatrix)
             if isinstance(module, PackedExperts):
                 expert, _, leaf = child.partition(".")
-                part = module.cut(w, int(expert), leaf)
+                part = module.cut(w, int(expert), leaf).contiguous()
             else:
                 part = w
             with single_threaded_torch():

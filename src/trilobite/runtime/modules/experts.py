@@ -29,6 +29,8 @@ class PackedExperts(PackedModule):
     forward: hidden_states [T, H], top_k_index [T, A] int64, top_k_weights [T, A] -> [T, H]
     """
 
+    original: nn.Module
+    """The module of transformers, without data: what `dequantize` makes whole again."""
     residence: "Residence[PackedExperts] | None"
     gate_up_proj_bias: nn.Parameter | None
     up_proj_bias: nn.Parameter | None  # of experts without gates
@@ -47,13 +49,14 @@ class PackedExperts(PackedModule):
         self.interleaved = not getattr(original, "is_concatenated", True)
         self.transposed = transposed
         self.config = original.config
-        self.originals = dict(original.named_parameters(recurse=False))
+        # Past nn.Module, which would make its parameters ours; on meta it takes no memory.
+        object.__setattr__(self, "original", original)
         if sorted(experts) != list(range(self.num_experts)):
             raise ArchitectureError(
                 f"{type(original).__name__}: {len(experts)} of {self.num_experts} experts are packed; "
                 "expected all experts of a layer"
             )
-        expected = {GATE, UP, DOWN} if "gate_up_proj" in self.originals else {UP, DOWN}
+        expected = {GATE, UP, DOWN} if "gate_up_proj" in original._parameters else {UP, DOWN}
         for index in range(self.num_experts):
             if missing := expected - {PROJECTIONS[name] for name in experts[index]}:
                 names = " and ".join(("gate", "up", "down")[p] for p in sorted(missing))
@@ -66,7 +69,7 @@ class PackedExperts(PackedModule):
                 expert.add_module(name, PackedMatrix(self.shape_of(name), parts))
             self.add_module(str(index), expert)
         for name in BIASES:
-            self.register_parameter(name, self.originals.get(name))
+            self.register_parameter(name, original._parameters.get(name))
         self.residence = None
         self.register_load_state_dict_post_hook(_settle_anew)  # type: ignore[no-untyped-call]
 
@@ -77,28 +80,31 @@ class PackedExperts(PackedModule):
         return self.intermediate_size, self.hidden_size
 
     def cut(self, stacked: Tensor, expert: int, name: str) -> Tensor:
-        """One expert's matrix [N, K] out of a stacked parameter of the original module."""
+        """One expert's matrix [N, K], as a view of a stacked parameter of the original module."""
         w = stacked[expert].mT if self.transposed else stacked[expert]
         if PROJECTIONS[name] == DOWN or w.shape[0] == self.intermediate_size:
-            return w.contiguous()
+            return w
         first = PROJECTIONS[name] == GATE
-        half = w[0 if first else 1 :: 2] if self.interleaved else w.chunk(2)[0 if first else 1]
-        return half.contiguous()
+        return w[0 if first else 1 :: 2] if self.interleaved else w.chunk(2)[0 if first else 1]
 
     def stacked_name(self, name: str) -> str:
         """Name of the original module's parameter that holds an expert's matrix."""
         if PROJECTIONS[name] == DOWN:
             return "down_proj"
-        return "gate_up_proj" if "gate_up_proj" in self.originals else "up_proj"
+        return "gate_up_proj" if "gate_up_proj" in self.original._parameters else "up_proj"
 
     def matrices(self) -> list[tuple[PackedMatrix | None, PackedMatrix, PackedMatrix]]:
         """(gate, up, down) of every expert; gate is None in models without gates."""
-        rows = []
+        rows: list[Any] = []
         for index in range(self.num_experts):
             expert = self.get_submodule(str(index))
-            named: dict[int, Any] = {PROJECTIONS[name]: child for name, child in expert.named_children()}
-            rows.append((named.get(GATE), named[UP], named[DOWN]))
+            rows.append(tuple(None if name is None else expert._modules[name] for name in self.leaves(index)))
         return rows
+
+    def leaves(self, expert: int) -> tuple[str | None, str, str]:
+        """What an expert's (gate, up, down) are called in the checkpoint."""
+        named = {PROJECTIONS[name]: name for name, _ in self.get_submodule(str(expert)).named_children()}
+        return named.get(GATE), named[UP], named[DOWN]
 
     def as_stored(self) -> "Residence[PackedExperts]":
         """In the slab that all parts lie in, or in one made of copies, of which the buffers become views."""

@@ -95,7 +95,7 @@ class OnGpu(Residence[M]):
         if not self.restorable:
             raise CheckpointError(
                 "double-quantized weights on a GPU do not turn back into the stored ones; load the checkpoint again "
-                "with device='cpu' to save or move it"
+                "with device='cpu' to save, move or dequantize it"
             )
         return ops.restore(self.pack)
 
