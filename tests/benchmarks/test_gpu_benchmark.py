@@ -134,7 +134,7 @@ def test_copies_take_more_than_the_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({p.slab.data_ptr() for p in found}) == 3
     assert all(torch.equal(p.slab, pack.slab) and p.codings == pack.codings for p in found)
     calls = expert_calls(TINY, pack, 2)
-    slabs = [call.args[3].data_ptr() for call in calls]  # type: ignore[attr-defined]
+    slabs = [call.args[3].slab.data_ptr() for call in calls]  # type: ignore[attr-defined]
     assert all(len(set(slabs[i : i + 3])) == 3 for i in range(len(slabs) - 2))
     assert len(copies(pack, 5)) == 5
 
