@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ def load(
     OffloadError.
     """
     settings = CpuSettings(activations, threads)
+    if memory not in (None, AUTO) and device != "cpu":
+        raise OffloadError(f"memory={memory!r} goes with device='cpu', not {device!r}")
     check_finished(Path(path_or_id))
     source = open_source(path_or_id)
     quantization = quantization_of(source, "trilobite", *UNPACKABLE)
@@ -74,16 +76,7 @@ def load(
             "folder": str(source.path),
         }
     model, report = _from_tensors(config, source, tensors, dtype)
-    for name, *shapes in sorted(report["mismatched_keys"]):
-        have, wanted = map(tuple, shapes)
-        raise CheckpointError(
-            f"{source.path}: {name} is {have}, config.json asks for {wanted}; copy the checkpoint again"
-        )
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
-        raise CheckpointError(
-            f"{source.path}: {len(names)} tensors are missing, first {names[0]}; copy it again"
-        )
+    _check_complete(source.path, report)
     if (source.path / "generation_config.json").exists():
         model.generation_config = _generation_config(source.path)
     model.name_or_path = str(source.path)
@@ -91,9 +84,19 @@ def load(
     model = _to_device(model, device).eval()
     if memory is not None and device == "cpu":
         bound(model, source, tensors, memory)
-    elif memory not in (None, AUTO):
-        raise OffloadError(f"memory={memory!r} goes with device='cpu', not {device!r}")
     return model
+
+
+def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for tensors of other shapes than the model's, and for those that are not there."""
+    for name, *shapes in sorted(report["mismatched_keys"]):
+        have, wanted = map(tuple, shapes)
+        raise CheckpointError(
+            f"{folder}: {name} is {have}, config.json asks for {wanted}; copy the checkpoint again"
+        )
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise CheckpointError(f"{folder}: {len(names)} tensors are missing, first {names[0]}; copy it again")
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
