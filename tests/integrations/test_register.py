@@ -16,7 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 assert AUTO_QUANTIZATION_CONFIG_MAPPING["trilobite"] is trilobite.TrilobiteConfig
 assert "trilobite" in AUTO_QUANTIZER_MAPPING
 assert AutoConfig.for_model("deepseek").model_type == "deepseek"
-assert not [f for f in sys.meta_path if "trilobite" in type(f).__module__]
+assert not [f for f in sys.meta_path if type(f).__module__.startswith("trilobite.")]
 """
 LIGHT = "import sys, trilobite\nassert not {'torch', 'transformers', 'yaml', 'typing'} & set(sys.modules)\n"
 

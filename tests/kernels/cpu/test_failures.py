@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from trilobite.kernels.cpu import engine as cpu
 
@@ -118,7 +119,9 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(shim: Path, program: str) -> str:
-    environment = {**os.environ, "LD_PRELOAD": str(shim), "TRILOBITE_THREADS": "3", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
+    environment["TRILOBITE_THREADS"] = "3"
     command = [sys.executable, "-X", "faulthandler", "-c", PROGRAM + program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
