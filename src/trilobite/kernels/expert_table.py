@@ -130,10 +130,10 @@ def has_lattice(table: Tensor) -> bool:
 
 def has_gates(table: Tensor) -> bool:
     """Whether the experts of a table have gates. table: [E, 3, 16] int64    Raises ShapeError where only some do."""
-    gated = table[:, GATE, Column.PACKED] >= 0
-    if gated.any() and not gated.all():
+    gated = int((table[:, GATE, Column.PACKED] >= 0).sum())  # one pass: the operator asks at every call
+    if gated not in (0, table.shape[0]):
         raise ShapeError("experts: some have a gate and some have none; expected all or none")
-    return bool(gated.any())
+    return gated > 0
 
 
 def expert_weight(slab: Tensor, row: Tensor, shape: tuple[int, int]) -> PackedWeight | None:
