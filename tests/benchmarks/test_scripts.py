@@ -14,7 +14,7 @@ from support.calibrating import add_tokenizer, words
 from support.paths import ROOT
 
 from benchmarks.lib import packed
-from benchmarks.quality import analyses, codebooks, pareto, proxy_bound, recipes, row_loss
+from benchmarks.quality import analyses, codebooks, offload_traces, pareto, proxy_bound, recipes, row_loss
 from benchmarks.speed import calibrated_cost
 from benchmarks.speed import compress as speed_of_compress
 from trilobite.kernels.cpu import engine
@@ -90,6 +90,14 @@ def test_analyses(run: Any, text: Path, work: Path, tmp_path: Path, monkeypatch:
     options = ["--models-folder", ROOT / "examples", "--models", "tiny-moe", "--only", "table2"]
     found = run(analyses, *options, "--text", text, "--context", CONTEXT, "--work", work)
     assert set(found["sections"]) == {"table2"}
+
+
+def test_traces(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    found = run(
+        offload_traces, model, "--text", text, "--context", CONTEXT, "--samples", 2, "--figures", tmp_path
+    )
+    assert {"belady", "lru, one pool"} <= set(found["tiny"]["hit_ratio"])
+    assert (tmp_path / "offload-tiny.png").stat().st_size > 10_000
 
 
 def test_codebooks(run: Any) -> None:

@@ -566,7 +566,7 @@ def test_a_trace_of_both_models_feeds_the_cache_simulation(
     for model in (original, packed):
         made = run("trace", model, "--text", text, "-o", file, "--context", 64, "--samples", 2, "--json").json
         assert (made["tokens"], made["active"], made["experts"]) == (128, 2, [4, 4])
-        assert made["guessers"] == ["gate+1", "residual"]
+        assert made["guessers"] == ["gate+1", "norm+1", "residual"]
         shown = run("cache", file, "--json", "--plot", picture).json
         assert set(shown["hit_ratio"]) == {"lru", "lfu", "lfru", "random", "belady"}
         assert shown["recall"]["gate+1"]["4"] == 1.0

@@ -13,7 +13,7 @@ from support.architectures import build_model
 from trilobite.errors import EvaluationError
 from trilobite.evaluate.cache_simulation import NAMES, hit_ratios, recalls
 from trilobite.evaluate.frequency import expert_frequency
-from trilobite.evaluate.trace import RESIDUAL, Trace, gate, load_trace, save_trace, trace
+from trilobite.evaluate.trace import RESIDUAL, Trace, gate, load_trace, norm, save_trace, trace
 
 IDS = torch.arange(5, 45).view(2, 20)
 
@@ -36,12 +36,26 @@ def test_the_guess_of_a_layer_without_what_lies_between_is_right() -> None:
             layer.mlp.experts.down_proj.zero_()
             layer.post_attention_layernorm.weight.fill_(1.0)
     found = trace(model, IDS)
-    for guesser in (gate(1), RESIDUAL):
+    for guesser in (gate(1), norm(1), RESIDUAL):
         guess, needed = found.guesses[guesser][1:, :, :2], found.experts[1:]
         assert np.array_equal(np.sort(guess), np.sort(needed))
         assert recalls(found)[guesser][2] == 1.0
         assert (found.guesses[guesser][0] == -1).all(), "nobody can guess the first layer"
     assert found.guesses[gate(1)].shape[2] == 4
+
+
+def test_layers_whose_norms_differ_are_guessed_through_their_own() -> None:
+    """The next layer's gate on what this layer's norm made of the stream is wrong; on what its own makes, right."""
+    model = build_model("mixtral")
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.experts.down_proj.zero_()
+            gains = torch.randn(64, generator=torch.Generator().manual_seed(i))
+            layer.post_attention_layernorm.weight.copy_(gains)
+    found = trace(model, IDS)
+    assert recalls(found)[norm(1)][2] == 1.0
+    assert recalls(found)[gate(1)][2] < 0.9
 
 
 def test_without_guesses_nothing_is_run_twice() -> None:
@@ -50,7 +64,7 @@ def test_without_guesses_nothing_is_run_twice() -> None:
     before = model(input_ids=IDS).logits
     trace(model, IDS)
     assert torch.equal(model(input_ids=IDS).logits, before)
-    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 def test_a_model_without_experts() -> None:

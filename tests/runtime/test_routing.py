@@ -7,7 +7,7 @@ import torch
 from support.architectures import SEQ2SEQ, TINY_CONFIGS, build_model
 from torch import Tensor, nn
 
-from trilobite.runtime.routing import index_of, moe_layers
+from trilobite.runtime.routing import NormListener, index_of, moe_layers
 
 MOE = [name for name in TINY_CONFIGS if name not in ("llama", "qwen3", *SEQ2SEQ)]
 
@@ -58,3 +58,29 @@ def test_the_routing_of_every_architecture(model_type: str) -> None:
         assert found["route"].sort().values.tolist() == found["chosen"].sort().values.tolist()
         if found["whole"].shape[1] > active:
             assert found["whole"][:, :active].sort().values.tolist() == found["chosen"].sort().values.tolist()
+
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_the_stream_in_front_of_a_norm(model_type: str) -> None:
+    """Where a block gets what a norm returned, the layer's own norm on what it was given is the layer's own routing."""
+    model = build_model(model_type)
+    layers = moe_layers(model)
+    listener, heard = NormListener(layers), list[str]()
+
+    def check(layer: Any) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            normed = listener.heard((args, kwargs))
+            if normed is not None:
+                heard.append(normed.norm)
+                again = layer.route_normed(normed, (args, kwargs), 2)
+                assert torch.equal(again, layer.route((args, kwargs), 2))
+                assert listener.heard((args, kwargs)) is None
+
+        return hook
+
+    for layer in layers:
+        layer.block.register_forward_pre_hook(check(layer), with_kwargs=True)
+    with torch.inference_mode():
+        model(input_ids=torch.arange(3, 13)[None], use_cache=False)
+    listener.detach()
+    assert len(heard) == len(layers)

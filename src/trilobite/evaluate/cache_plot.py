@@ -7,6 +7,7 @@ from pathlib import Path
 from trilobite.errors import DestinationError, MissingExtraError
 
 Curves = Mapping[str, Mapping[int, float]]
+DASHED = ("belady", "random", "gate+2", "norm+2")
 
 
 def draw(path: Path, ratios: Curves, recall: Curves, *, title: str) -> None:
@@ -19,7 +20,7 @@ def draw(path: Path, ratios: Curves, recall: Curves, *, title: str) -> None:
     left, right = figure.subplots(1, 2)
     for axes, curves in ((left, ratios), (right, recall)):
         for name, curve in curves.items():
-            style = "--" if name in ("belady", "random", "gate+2") else ":" if name == "gate+10" else "-"
+            style = ":" if name.endswith("+10") else "--" if name in DASHED or name.endswith("pool") else "-"
             axes.plot(list(curve), list(curve.values()), style, marker=".", label=name)
         axes.set_ylim(0, 1.02)
         axes.grid(alpha=0.3)

@@ -4,7 +4,7 @@
     save_trace(Path("trace.npz"), found)
 
 Guesses follow arXiv:2312.17238, section 3.2: the routing code of a later layer, applied to the hidden states of
-this one.
+this one; with that layer's own norm, or with its own residual stream, beyond the paper.
 """
 
 import io
@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from trilobite.checkpoint.files import write_whole
 from trilobite.errors import DestinationError, EvaluationError
-from trilobite.runtime.routing import Arguments, MoeLayer, index_of, moe_layers
+from trilobite.runtime.routing import Arguments, MoeLayer, NormListener, index_of, moe_layers
 
 AHEAD = (1, 2, 10)
 """Layers that the paper's figure 2 looks ahead."""
@@ -35,6 +36,11 @@ VERSION = 1
 def gate(ahead: int) -> str:
     """Guesser: a later layer's routing code on the hidden states that this layer routes."""
     return f"gate+{ahead}"
+
+
+def norm(ahead: int) -> str:
+    """Guesser: a later layer's norm and routing code on the residual stream that this layer's norm is given."""
+    return f"norm+{ahead}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +94,10 @@ class _Recorder:
         self.asking = False
         self.chosen: list[list[np.ndarray]] = [[] for _ in self.layers]
         self.expected: dict[str, list[list[np.ndarray]]] = {
-            name: [[] for _ in self.layers] for name in (*map(gate, AHEAD), RESIDUAL)
+            name: [[] for _ in self.layers] for name in (*map(gate, AHEAD), *map(norm, AHEAD), RESIDUAL)
         }
-        self._handles = []
+        self._norms = NormListener(self.layers)
+        self._handles: list[Any] = []
         for i, layer in enumerate(self.layers):
             self._handles.append(
                 layer.experts.register_forward_pre_hook(self._on_experts(i), with_kwargs=True)
@@ -99,6 +106,7 @@ class _Recorder:
             self._handles.append(layer.whole.register_forward_pre_hook(self._on_whole(i), with_kwargs=True))
 
     def detach(self) -> None:
+        self._norms.detach()
         for handle in self._handles:
             handle.remove()
 
@@ -111,9 +119,16 @@ class _Recorder:
 
     def _on_block(self, i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.asking:
+                return
+            normed = self._norms.heard((args, kwargs))
             for ahead in AHEAD:
-                if not self.asking and i + ahead < len(self.layers):
-                    self._ask(gate(ahead), i + ahead, self.layers[i + ahead].route, (args, kwargs))
+                if i + ahead >= len(self.layers):
+                    continue
+                later = self.layers[i + ahead]
+                self._ask(gate(ahead), i + ahead, later.route, (args, kwargs))
+                if normed is not None:
+                    self._ask(norm(ahead), i + ahead, partial(later.route_normed, normed), (args, kwargs))
 
         return hook
 

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,13 @@ WEIGHT_NAMES = ("top_k_weights", "routing_weights")
 _WIDTH = re.compile(r"(^|_)top_?k$|experts_per_tok$")
 """Attributes by which routers know how many experts a token gets."""
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class Normed(NamedTuple):
+    """A residual stream that a child of a decoder layer, its norm, turned into the input of the block."""
+
+    norm: str
+    stream: Tensor
 
 
 def routes_by_index(module: nn.Module) -> bool:
@@ -100,6 +107,17 @@ class MoeLayer:
                 stack.enter_context(_silenced(module, torch.zeros_like))
             return self._order(self._ask(run, width))
 
+    def route_normed(self, normed: Normed, arguments: Arguments, width: int) -> Tensor | None:
+        """As `route`, for another layer's residual stream, through this layer's own norm, in place of the block's input.
+
+        arguments: of the other layer's block; the first is replaced. None where this layer has no such norm.
+        """
+        norm = dict(self.whole.named_children()).get(normed.norm)
+        if norm is None:
+            return None
+        args, kwargs = arguments
+        return self.route(((norm(normed.stream), *args[1:]), kwargs), width)
+
     def route_without_attention(self, arguments: Arguments, width: int) -> Tensor | None:
         """As `route`, for the arguments of the decoder layer, whose attention adds nothing.
 
@@ -146,6 +164,40 @@ class MoeLayer:
         if routed is None:
             return None
         return routed.index.gather(-1, routed.weights.float().argsort(dim=-1, descending=True, stable=True))
+
+
+class NormListener:
+    """Hears, just before a block runs, which residual stream the norm in front of it was given."""
+
+    def __init__(self, layers: Sequence[MoeLayer]) -> None:
+        """Hooks into all direct children of the decoder layers that return one tensor; only the latest call is kept."""
+        self._latest: tuple[str, Tensor, Tensor] | None = None
+        self._handles = [
+            child.register_forward_hook(self._hook(name))
+            for layer in layers
+            for name, child in layer.whole.named_children()
+            if child is not layer.block and layer.whole is not layer.block
+        ]
+
+    def heard(self, arguments: Arguments) -> Normed | None:
+        """What became the first argument of a block, if it is the result of the call just before; then forgotten."""
+        latest, self._latest = self._latest, None
+        args, _ = arguments
+        if latest is None or not args or latest[2] is not args[0]:
+            return None
+        return Normed(latest[0], latest[1])
+
+    def detach(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+            whole = isinstance(output, Tensor) and len(args) == 1 and isinstance(args[0], Tensor)
+            self._latest = (name, args[0], output) if whole else None  # type: ignore[assignment]
+
+        return hook
 
 
 def _throw(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.architectures import build_checkpoint
+from support.architectures import build_checkpoint, build_model
 from torch import Tensor
 
 from trilobite.errors import OffloadError
@@ -203,6 +203,27 @@ def test_right_guesses_enter_the_cache_and_wrong_ones_do_not(packed: Callable[[s
     for number in range(len(cache.tables)):
         there = (cache.tables[number][:, 1, 0] >= 0).nonzero().flatten().tolist()
         assert there == sorted(cache.slots.resident(number))
+
+
+def test_guesses_pass_through_the_norm_of_the_layer_they_are_for(tmp_path: Path) -> None:
+    """Where attention and experts add nothing, guesses are right only with the later layer's own norm."""
+    model = build_model("mixtral")
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.experts.down_proj.zero_()
+            layer.post_attention_layernorm.weight.copy_(
+                torch.randn(64, generator=torch.Generator().manual_seed(i))
+            )
+    model.save_pretrained(tmp_path / "original")
+    compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
+    streams, cache = streamed(tmp_path / "packed", 2, guesses=2, staging=4)
+    with torch.inference_mode():
+        for t in range(60):
+            streams(input_ids=torch.tensor([[3 + t]]), use_cache=False)
+    counts = cache.counters
+    assert counts.used > 10
+    assert counts.wasted == 0
 
 
 def failing(error: Callable[[], BaseException]) -> Callable[..., int]:

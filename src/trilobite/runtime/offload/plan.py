@@ -42,7 +42,7 @@ class Offload:
 
     memory: int
     context: int = 4096
-    policy: str = "lru"
+    policy: str = "lfru"
     ahead: int = 1
     guesses: int = 2
     staging: int = 4
