@@ -234,7 +234,7 @@ def difference(source: Path, packed: Path) -> float:
             plain.get_submodule(name).weight.copy_(dequantize(module.packed()))
         elif isinstance(module, PackedExperts):
             for index in range(module.num_experts):
-                for leaf, matrix in module.get_submodule(str(index)).named_children():
+                for leaf, matrix in module.expert(index).named_children():
                     projection = ("gate", "up", "down")[PROJECTIONS[leaf]]
                     stacked = expert_matrix(plain.get_submodule(name), index, projection)
                     stacked.copy_(dequantize(matrix.packed()))

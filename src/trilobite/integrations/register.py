@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
     from trilobite.integrations.transformers import TrilobiteQuantizer
 
-PLUGINS = ("trilobite.integrations.config", "trilobite.models.deepseek")
+PLUGINS = (
+    "trilobite.integrations.config",
+    "trilobite.models.deepseek",
+    "trilobite.models.nllb_moe",
+    "trilobite.models.switch_transformers",
+)
 """Modules that register something when they are imported."""
 
 

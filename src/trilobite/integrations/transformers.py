@@ -144,9 +144,11 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             match = EXPERT_NAME.match(path)
             experts = modules.get(match[1]) if match else None
             if match and isinstance(experts, PackedExperts):
-                stacked = experts.stacked_name(match[3])
+                stacked = experts.stacked_name(match[4])
                 setattr(experts, stacked, experts.original._parameters[stacked])
-                self.lines.setdefault(f"{match[1]}.{stacked}", []).append((f"{match[2]}.{match[3]}", line))
+                self.lines.setdefault(f"{match[1]}.{stacked}", []).append(
+                    (path.removeprefix(f"{match[1]}."), line)
+                )
             elif isinstance(modules.get(path), PackedLinear):
                 weight = torch.empty(line.matrix.shape, device="meta")
                 modules[path].weight = nn.Parameter(weight, requires_grad=False)
@@ -211,8 +213,8 @@ class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]
             target = module.get_submodule(child) if child else module
             assert isinstance(target, PackedMatrix)
             if isinstance(module, PackedExperts):
-                expert, _, leaf = child.partition(".")
-                part = module.cut(w, int(expert), leaf).contiguous()
+                assert line.matrix.expert is not None
+                part = module.cut(w, line.matrix.expert, child.rpartition(".")[2]).contiguous()
             else:
                 part = w
             with single_threaded_torch():

@@ -10,8 +10,10 @@ from trilobite.kernels.expert_table import DOWN, GATE, UP
 from trilobite.kernels.reference import GPT_OSS, GPT_OSS_ALPHA, GPT_OSS_LIMIT
 
 PROJECTIONS = {"gate_proj": GATE, "w1": GATE, "up_proj": UP, "w3": UP, "down_proj": DOWN, "w2": DOWN}
+PROJECTIONS |= {"fc1": UP, "fc2": DOWN, "wi": UP, "wo": DOWN}
 """Names of an expert's matrices in checkpoints."""
-EXPERT_NAME = re.compile(rf"^(.*\.experts)\.(\d+)\.({'|'.join(PROJECTIONS)})$")
+EXPERT_NAME = re.compile(rf"^(.*\.experts)\.((?:expert_)?)(\d+)\.({'|'.join(PROJECTIONS)})$")
+"""A matrix of an expert: path of the layer's experts, what stands before the expert's number, number, name."""
 KEEP = "compress this model with --keep expert"
 
 
@@ -31,7 +33,7 @@ def expert_activation(original: nn.Module) -> str:
     gate = getattr(type(original), "_apply_gate", None)
     default = gate is None or gate.__name__ == "_default_apply_gate"
     config = original.config
-    for key in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function"):
+    for key in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function", "dense_act_fn"):
         name = getattr(config, key, None)
         if name in ACT2FN and isinstance(getattr(original, "act_fn", None), type(ACT2FN[name])):
             break

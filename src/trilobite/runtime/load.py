@@ -28,7 +28,7 @@ from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.plan import AUTO, Offload
 from trilobite.runtime.offload.streaming import bound
 
-EXPERT_PART = re.compile(r"(.*\.experts)\.\d+\..*\.weight_")
+EXPERT_PART = re.compile(r"(.*\.experts)\.(?:expert_)?\d+\..*\.weight_")
 """Name of a part of a packed expert, after that of its layer's experts."""
 
 

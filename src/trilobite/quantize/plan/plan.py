@@ -37,8 +37,8 @@ from trilobite.recipe import (
 GROUPS = (128, 64, 32)
 PACKABLE = (*BODY_ROLES, Role.HEAD)
 """Roles whose matrices can run packed."""
-_EXPERTS = re.compile(r"(.*\.experts)\.\d+\.")
-"""Of experts that one module holds; those of NLLB-MoE and Switch (`experts.expert_0`) are modules of their own."""
+_EXPERTS = re.compile(r"(.*\.experts)\.(?:expert_)?\d+\.")
+"""Name of a matrix of an expert, after that of the module that holds all of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

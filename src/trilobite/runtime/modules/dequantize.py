@@ -62,6 +62,6 @@ def dense_experts(module: PackedExperts, dtype: torch.dtype) -> nn.Module:
     for stacked, values in stacks.items():
         original.register_parameter(stacked, nn.Parameter(values))
     for name in BIASES:
-        if name in original._parameters:
+        if original._parameters.get(name) is not None:
             original.register_parameter(name, module.get_parameter(name))
     return original.train(module.training)

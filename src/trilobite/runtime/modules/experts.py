@@ -23,8 +23,8 @@ _biases = itemgetter(*BIASES)
 class PackedExperts(PackedModule):
     """All routed experts of one layer, one operator call for all of them.
 
-    Children `0.gate_proj`, `0.up_proj`, ... have the names of the checkpoint, so that it loads and saves tensor by
-    tensor, without stacking: experts may differ in format and rank.
+    Children `0.gate_proj`, `0.up_proj`, ... (`expert_0.fc1`, ...) have the names of the checkpoint, so that it loads and
+    saves tensor by tensor, without stacking: experts may differ in format and rank.
 
     forward: hidden_states [T, H], top_k_index [T, A] int64, top_k_weights [T, A] -> [T, H]
     """
@@ -36,9 +36,15 @@ class PackedExperts(PackedModule):
     up_proj_bias: nn.Parameter | None  # of experts without gates
     down_proj_bias: nn.Parameter | None
 
-    def __init__(self, original: nn.Module, experts: dict[int, dict[str, dict[str, Tensor]]]) -> None:
-        """original: the transformers module, on meta    experts: index -> checkpoint name -> parts by suffix."""
+    def __init__(
+        self, original: nn.Module, experts: dict[int, dict[str, dict[str, Tensor]]], prefix: str = ""
+    ) -> None:
+        """original: the transformers module, on meta    experts: index -> checkpoint name -> parts by suffix.
+
+        prefix: of the names of children, which are numbers without it
+        """
         super().__init__()
+        self.prefix = prefix
         self.activation = expert_activation(original)
         down, transposed = original.down_proj, bool(getattr(original, "is_transposed", False))
         assert isinstance(down, Tensor)
@@ -67,7 +73,7 @@ class PackedExperts(PackedModule):
             expert = nn.Module()
             for name, parts in experts[index].items():
                 expert.add_module(name, PackedMatrix(self.shape_of(name), parts))
-            self.add_module(str(index), expert)
+            self.add_module(f"{prefix}{index}", expert)
         for name in BIASES:
             self.register_parameter(name, original._parameters.get(name))
         self.residence = None
@@ -97,13 +103,17 @@ class PackedExperts(PackedModule):
         """(gate, up, down) of every expert; gate is None in models without gates."""
         rows: list[Any] = []
         for index in range(self.num_experts):
-            expert = self.get_submodule(str(index))
+            expert = self.expert(index)
             rows.append(tuple(None if name is None else expert._modules[name] for name in self.leaves(index)))
         return rows
 
+    def expert(self, index: int) -> nn.Module:
+        """The module that holds one expert's matrices."""
+        return self.get_submodule(f"{self.prefix}{index}")
+
     def leaves(self, expert: int) -> tuple[str | None, str, str]:
         """What an expert's (gate, up, down) are called in the checkpoint."""
-        named = {PROJECTIONS[name]: name for name, _ in self.get_submodule(str(expert)).named_children()}
+        named = {PROJECTIONS[name]: name for name, _ in self.expert(expert).named_children()}
         return named.get(GATE), named[UP], named[DOWN]
 
     def as_stored(self) -> "Residence[PackedExperts]":

@@ -44,7 +44,7 @@ def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
     Raises ArchitectureError when a module is of a kind that cannot be replaced.
     """
     modules = dict(model.named_modules())
-    experts: dict[str, dict[int, dict[str, Parts]]] = {}
+    experts: dict[tuple[str, str], dict[int, dict[str, Parts]]] = {}
     for path, parts in packed.items():
         module = modules.get(path)
         match = EXPERT_NAME.match(path)
@@ -58,9 +58,10 @@ def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
                 "keeps it in 16 bit"
             )
         elif match and match[1] in modules:
-            experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = parts
-    for path, indexed in experts.items():
-        model.set_submodule(path, PackedExperts(modules[path], indexed))
+            path, prefix, expert, name = match.groups()
+            experts.setdefault((path, prefix), {}).setdefault(int(expert), {})[name] = parts
+    for (path, prefix), indexed in experts.items():
+        model.set_submodule(path, PackedExperts(modules[path], indexed, prefix))
         _skip_initialisation(model, path)
 
 
