@@ -74,8 +74,9 @@ class NllbMoeTop2Router(theirs.NllbMoeTop2Router):  # type: ignore[misc]
 
     def _capacity(self, tokens: int) -> int:
         """How many tokens an expert takes."""
-        if not self.training and self.moe_eval_capacity_token_fraction > 0:
-            return math.ceil(self.moe_eval_capacity_token_fraction * tokens)
+        share: float = self.moe_eval_capacity_token_fraction
+        if not self.training and share > 0:
+            return math.ceil(share * tokens)
         given: int | None = self.expert_capacity
         return given or 2 * math.ceil(tokens / self.num_experts)
 
