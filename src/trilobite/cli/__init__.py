@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trilobite.cli import bench, compress, evaluate, inspect, offload, run
+from trilobite.cli import bench, compress, evaluate, inspect, offload, run, translate
 from trilobite.cli.streams import fail, standard_streams
 from trilobite.errors import TrilobiteError
 
@@ -26,6 +26,7 @@ for command in (
     inspect.inspect,
     run.generate,
     run.chat,
+    translate.translate,
     evaluate.evaluate,
     evaluate.stats,
     offload.trace,

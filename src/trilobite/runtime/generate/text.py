@@ -134,7 +134,7 @@ def continue_ids(
     streamer = Streamer(tokenizer, on_text, sampling.stop)
     ids = ids.to(model.device)
     started = perf_counter()
-    with _memory_for(length, model.device), _blamed_on_settings(model):
+    with _memory_for(length, model.device), blamed_on_settings(model):
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -187,7 +187,7 @@ def check_text(text: str) -> None:
 
 
 @contextmanager
-def _blamed_on_settings(model: PreTrainedModel) -> Iterator[None]:
+def blamed_on_settings(model: PreTrainedModel) -> Iterator[None]:
     """What transformers' generation refuses before it runs the model comes from generation_config.json."""
     try:
         yield

@@ -1,0 +1,1 @@
+"""Sentences into sentences: encoder-decoder models, beam search with batch pruning."""
