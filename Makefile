@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[dev,eval,plot]"
+	$(BIN)/python -m pip install --quiet -e ".[dev,eval,plot,serve]"
 	touch $@
 
 install: $(VENV)/.installed

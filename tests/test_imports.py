@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": BASE | {"checkpoint", "formats", "kernels", "models"},
     "measure": BASE | {"formats", "kernels"},
     "evaluate": BASE | {"checkpoint", "formats", "kernels", "models", "runtime"},
+    "serve": BASE | {"checkpoint", "runtime"},
 }
 BELOW_INTEGRATIONS = {*ALLOWED, "__init__"}
 """`integrations` may import everything below the command line; the members of TOP anything."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trilobite.cli import bench, compress, evaluate, inspect, offload, run, translate
+from trilobite.cli import bench, compress, evaluate, inspect, offload, run, serve, translate
 from trilobite.cli.streams import fail, standard_streams
 from trilobite.errors import TrilobiteError
 
@@ -27,6 +27,7 @@ for command in (
     run.generate,
     run.chat,
     translate.translate,
+    serve.serve,
     evaluate.evaluate,
     evaluate.stats,
     offload.trace,

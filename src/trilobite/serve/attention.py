@@ -1,0 +1,87 @@
+"""Attention of a batch of texts, each with its own keys.
+
+transformers' `sdpa` multiplies all queries of a batch with all of its keys, and masks what belongs to other texts: with
+16 texts 15/16 of the work are thrown away, and the keys are repeated for every head. Here each text is a product of its
+own, as in flash attention, which CPUs do not have.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION = "trilobite_by_text"
+"""Its name in transformers' registry."""
+
+
+def attention_by_text(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Causal attention inside of each text, on keys and values that `kwargs["cache"]` keeps in pages.
+
+    query: [1, heads, T, D]    key, value: [1, kv heads, T, D] of the new tokens of all texts    returns [1, T, heads, D]
+    The keyword arguments are those of transformers' attention functions and of its continuous batching.
+    """
+    width = value.shape[-1]
+    value = pad(value, (0, key.shape[-1] - width))  # pages have one width; MLA has two
+    key, value = kwargs["cache"].update(key, value, module.layer_idx, kwargs)
+    window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    output = torch.empty_like(query)
+    texts = zip(
+        pairwise(kwargs["cu_seq_lens_q"].tolist()), pairwise(kwargs["cu_seq_lens_k"].tolist()), strict=True
+    )
+    for (q0, q1), (k0, k1) in texts:
+        part = query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1]
+        if sinks is None and not kwargs.get("softcap"):
+            made = _product(*part, kwargs.get("scaling"), window)
+        else:
+            made = _softmax(*part, kwargs.get("scaling"), window, sinks, kwargs.get("softcap"))
+        output[:, :, q0:q1] = made
+    return output[..., :width].transpose(1, 2).contiguous(), None
+
+
+def _product(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:
+    """q: [1, heads, T, D]    k, v: [1, kv heads, S, D], S >= T: the last T keys are those of the queries."""
+    (_, heads, tokens, dim), (_, kv_heads, length, _) = q.shape, k.shape
+    if tokens == 1:  # heads that share keys become the queries of one product
+        grouped = q.view(1, kv_heads, heads // kv_heads, dim)
+        return scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, heads, 1, dim)
+    whole = tokens == length and (window is None or length <= window)
+    mask = None if whole else _mask(tokens, length, window, q.device)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=heads > kv_heads
+    )
+
+
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """As `_product`, for models that bound the scores, or let heads attend to nothing. sinks: [heads]."""
+    (_, heads, tokens, dim), length = q.shape, k.shape[2]
+    k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    scores = (q @ k.transpose(2, 3) * (dim**-0.5 if scale is None else scale)).float()
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~_mask(tokens, length, window, q.device), -torch.inf)
+    if sinks is not None:
+        nothing = sinks.float().view(1, heads, 1, 1).expand(1, heads, tokens, 1)
+        scores = torch.cat((scores, nothing), -1)
+    return scores.softmax(-1)[..., :length].to(v.dtype) @ v
+
+
+def _mask(tokens: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """[T, S] bool, true where the last T of S tokens may look."""
+    back = torch.arange(length - tokens, length, device=device)[:, None] - torch.arange(length, device=device)
+    return back >= 0 if window is None else (back >= 0) & (back < window)
+
+
+AttentionInterface.register(ATTENTION, attention_by_text)
