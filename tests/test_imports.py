@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "quantize": BASE | {"checkpoint", "formats", "kernels", "models", "__init__"},
     "kernels": BASE | {"formats"},
     "runtime": BASE | {"checkpoint", "formats", "kernels", "models"},
+    "report": BASE | {"checkpoint", "formats", "quantize"},
     "measure": BASE | {"formats", "kernels"},
     "evaluate": BASE | {"checkpoint", "formats", "kernels", "models", "runtime"},
     "serve": BASE | {"checkpoint", "runtime"},

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from trilobite.checkpoint.packed import TIMES
 from trilobite.cli import app
 from trilobite.recipe import PRESETS, needs_calibration
 
@@ -72,7 +73,7 @@ def cases(folder: Path) -> dict[str, list[str]]:
 def hashes(folder: Path) -> dict[str, str]:
     """By file; the identity in trilobite.json apart from the rest of it."""
     found = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(p for p in folder.iterdir() if p.name != TIMES):
         data = path.read_bytes()
         if path.name == "trilobite.json":
             report = json.loads(data)

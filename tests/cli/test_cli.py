@@ -2,106 +2,33 @@
 
 import io
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support.architectures import build_checkpoint
+from support.commands import TEXT, Run
 from support.paths import ROOT
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from transformers import MixtralForCausalLM, PreTrainedTokenizerFast
 
 import trilobite
-from trilobite import cli
 from trilobite.checkpoint.source import open_source
 from trilobite.cli import console
 from trilobite.cli import run as cli_run
 from trilobite.errors import PromptError
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.quantize.run.compress import compress
 from trilobite.recipe import PRESETS, load_recipe
 from trilobite.runtime.generate.cache import GrowingCache
 from trilobite.runtime.generate.chat import Chat
 from trilobite.runtime.generate.streamer import Streamer
 from trilobite.runtime.load import load_tokenizer
 from trilobite.runtime.offload import plan as planning
-
-TEXT = "the old man looked at the sea and the sea looked back. " * 30
-
-
-class Outcome(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        assert self.status == 0, self.err
-        return json.loads(self.out)
-
-
-Run = Callable[..., Outcome]
-
-
-class Left(BaseException):
-    """The process would have ended here, without unwinding."""
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call `trilobite ...` in this process."""
-
-    def leave(status: int) -> None:
-        raise Left(status)
-
-    def call(*args: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["trilobite", *map(str, args)])
-        monkeypatch.setattr(os, "_exit", leave)
-        status: object = 0
-        try:
-            cli.main()
-        except Left as e:
-            status = e.args[0]
-        except SystemExit as e:
-            status = e.code or 0
-        captured = capsys.readouterr()
-        return Outcome(int(str(status)), captured.out, captured.err)
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("cli") / "original"
-    build_checkpoint("mixtral", path, dtype=torch.bfloat16)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def packed(original: Path) -> Path:
-    path = original.parent / "packed"
-    compress(str(original), path, load_recipe("rtn3"))
-    return path
-
-
-@pytest.fixture(scope="module")
-def text(original: Path) -> Path:
-    path = original.parent / "text.txt"
-    path.write_text(TEXT)
-    return path
-
 
 # Making.
 

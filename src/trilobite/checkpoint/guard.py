@@ -12,7 +12,6 @@ from typing import Any
 FIELD = "transformers_weights"
 MARK = "packed by Trilobite"
 GUARD = f"{MARK}: `pip install trilobite`, then `import trilobite` before from_pretrained"
-CARD = "README.md"
 
 
 def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,29 +27,3 @@ def lift(config: Any) -> None:
     for part in (config, getattr(config, "text_config", None)):
         if str(getattr(part, FIELD, "")).startswith(MARK):
             delattr(part, FIELD)
-
-
-def model_card(source: str, recipe: str) -> str:
-    """README.md of a packed checkpoint. source: the original's name    recipe: a recipe's name."""
-    return f"""---
-library_name: trilobite
-tags:
-- trilobite
----
-
-# {source}, packed by Trilobite
-
-Recipe `{recipe}`; what became of every tensor is in `trilobite.json`. These weights need Trilobite:
-
-```
-pip install trilobite
-trilobite chat .
-```
-
-```python
-import trilobite  # before from_pretrained: without it transformers refuses this folder
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained(".")
-```
-"""

@@ -33,6 +33,8 @@ FORMAT_VERSION = 1
 PARTIAL = ".partial"
 IDENTITY = "identity.json"
 REPORT = "trilobite.json"
+TIMES = "trilobite-times.json"
+"""Seconds by tensor: the one file that differs between equal runs."""
 SHARD_BYTES = 5 * 10**9
 COMMIT_SECONDS = 1.0
 """How much work a kill may cost: finished matrices enter the journal at least this often."""

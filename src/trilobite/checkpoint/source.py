@@ -56,6 +56,8 @@ MAX_COMPANION = 100 * 2**20
 NOT_COMPANIONS = {
     "config.json",  # rewritten, with the quantization in it
     "trilobite.json",
+    "trilobite-times.json",
+    "trilobite-eval.json",
     # These describe the weights that are replaced; vLLM would believe them.
     "hf_quant_config.json",
     "quantize_config.json",
@@ -219,7 +221,7 @@ def _download(repo: str, revision: str | None) -> Path:
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(COMPANIONS))]
+    wanted = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(COMPANIONS)), "README.md"]
     try:
         # Subfolders and `consolidated` hold the same weights again, in the layout of another program.
         folder = snapshot_download(

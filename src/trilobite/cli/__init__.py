@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trilobite.cli import bench, compress, evaluate, inspect, offload, run, serve, translate
+from trilobite.cli import bench, compress, evaluate, inspect, offload, report, run, serve, translate
 from trilobite.cli.streams import fail, standard_streams
 from trilobite.errors import TrilobiteError
 
@@ -24,6 +24,7 @@ for command in (
     compress.plan,
     compress.recipes,
     inspect.inspect,
+    report.report,
     run.generate,
     run.chat,
     translate.translate,

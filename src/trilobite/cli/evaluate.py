@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trilobite.cli.console import Progress, number, print_json, print_table, quiet
+from trilobite.checkpoint.evaluation import check_destination
+from trilobite.cli.console import Progress, note, number, print_json, print_table, quiet
 from trilobite.cli.memory import MemoryOption, load_within, place_of
 from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
 from trilobite.cli.run import ModelArgument
@@ -57,6 +58,9 @@ def evaluate(
     device: DeviceOption = "auto",
     activations: ActivationsOption = "exact",
     memory: MemoryOption = "auto",
+    save: Annotated[
+        bool, typer.Option("--save", help="Keep the result beside the model, for its card and `report`.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Measure a model on a text or on benchmark tasks.
@@ -74,6 +78,8 @@ def evaluate(
         raise typer.BadParameter("--reference goes with --text")
     if not names and (data or limit):
         raise typer.BadParameter(f"--{'data' if data else 'limit'} goes with --tasks")
+    if save:
+        check_destination(Path(model))
     from trilobite import load
     from trilobite.evaluate.measure import default_context, fitting_batch, score_file
     from trilobite.evaluate.tasks import load_tasks, run_tasks
@@ -96,6 +102,32 @@ def evaluate(
             batch = batch or fitting_batch(loaded, context)
             found["tasks"] = run_tasks(loaded, tokenizer, ready, limit=limit, batch=batch)
     _print_found(found, json)
+    if save:
+        how = {"activations": activations, "device": on, "limit": limit, "reference": reference}
+        _keep(Path(model), found, {key: value for key, value in how.items() if value is not None})
+
+
+def _keep(folder: Path, found: dict[str, Any], how: dict[str, Any]) -> None:
+    """Beside the model, by the names of files without their folders; in its card, where no person changed that."""
+    from trilobite import __version__
+    from trilobite.checkpoint.evaluation import EVALUATION, read_evaluations, save_evaluation
+    from trilobite.checkpoint.packed import read_report
+    from trilobite.checkpoint.source import open_source
+    from trilobite.checkpoint.summary import is_packed
+    from trilobite.quantize.run.card import CARD, update_card
+    from trilobite.quantize.run.metadata import source_name
+
+    entry = {key: value for key, value in found.items() if key != "model"} | how
+    if "text" in entry:
+        entry["text"] = Path(entry["text"]).name
+    if reference := entry.get("reference"):
+        entry["reference"] = source_name(reference, Path(reference))
+    save_evaluation(folder, entry | {"trilobite": __version__})
+    note(f"kept in {folder / EVALUATION}")
+    if is_packed(folder):
+        config = open_source(str(folder)).config
+        if not update_card(folder, read_report(folder), config, read_evaluations(folder)):
+            note(f"{folder / CARD} is not as trilobite wrote it, and stays as it is")
 
 
 def _print_found(found: dict[str, Any], json: bool) -> None:

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilobite.cli.compress import print_kept, print_report
-from trilobite.cli.console import Progress, count, number, print_json, print_table, size
+from trilobite.cli.console import Progress, count, note, number, print_json, print_table, size
 from trilobite.cli.options import JsonOption, RevisionOption, named
-from trilobite.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from matplotlib.figure import Figure
+
     from trilobite.checkpoint.summary import RoleSummary
     from trilobite.quantize.plan.report import Account
     from trilobite.quantize.plan.statistics import RoleSample
@@ -28,6 +31,9 @@ def inspect(
     ] = 4,
     everything: Annotated[bool, typer.Option("--all", help="Measure all matrices (slow).")] = False,
     revision: RevisionOption = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw a figure (.png or .svg).", metavar="FILE")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Show what a checkpoint holds, by role.
@@ -42,7 +48,7 @@ def inspect(
     from trilobite.checkpoint.summary import is_packed
 
     if is_packed(Path(path)):  # before it is opened: an unfinished run is no checkpoint
-        _inspect_packed(Path(path), json)
+        _inspect_packed(Path(path), json, plot)
         return
     from trilobite.checkpoint.roles import identify
     from trilobite.checkpoint.source import open_source
@@ -52,7 +58,7 @@ def inspect(
 
     source = open_source(path, revision=revision)
     if is_packed(source.path) or _names_trilobite(source.config):
-        _inspect_packed(source.path, json)
+        _inspect_packed(source.path, json, plot)
         return
     matrices = identify(source, keep_unmatched=True)
     with Progress() as bars:
@@ -60,6 +66,10 @@ def inspect(
         sampled = sample_roles(source, matrices, samples=None if everything else samples, watcher=watcher)
         bars.complete()
     rows = summarize(source, matrices)
+    if plot is not None:
+        from trilobite.report import figures
+
+        _draw(plot, lambda: figures.original(path, rows, sampled))
     if json:
         print_json(_original(path, str(source.config.get("model_type")), rows, sampled))
     else:
@@ -121,23 +131,17 @@ def _print_original(title: str, rows: "list[RoleSummary]", sampled: "dict[Any, R
     print_table(columns, table, title=title, left=2)
 
 
-def _inspect_packed(path: Path, json: bool) -> None:
-    from trilobite.checkpoint.packed import REPORT, read_report
+def _inspect_packed(path: Path, json: bool, plot: Path | None) -> None:
     from trilobite.checkpoint.source import open_source
-    from trilobite.checkpoint.summary import bytes_on_disk
-    from trilobite.quantize.plan.report import account, report
+    from trilobite.report import figures
+    from trilobite.report.read import read_packed
 
-    found = read_report(path)
+    packed = read_packed(path)
     open_source(str(path))
-    try:
-        made = report(found["tensors"], bytes_on_disk=bytes_on_disk(path))
-        accounts = account(found["tensors"])
-        head = {key: found[key] for key in ("format_version", "rank", "source")}
-        recipe = str(found["identity"]["recipe"]["name"])
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-        raise CheckpointError(
-            f"{path / REPORT}: damaged ({type(e).__name__}: {e}); copy the file again"
-        ) from e
+    made, accounts, recipe = packed.made, packed.accounts, packed.recipe
+    head = {key: packed.head[key] for key in ("format_version", "rank", "source")}
+    if plot is not None:
+        _draw(plot, lambda: figures.overview(packed))
     if json:
         head = {"path": str(path), "kind": "packed", "recipe": recipe} | head
         print_json(head | made.to_dict() | {"accounts": [a.to_dict() for a in accounts]})
@@ -150,7 +154,16 @@ def _inspect_packed(path: Path, json: bool) -> None:
     print_kept(made)
 
 
-def _print_accounts(accounts: "list[Account]") -> None:
+def _draw(path: Path, draw: "Callable[[], Figure]") -> None:
+    from trilobite.report.svg import check_ending, drawing, save
+
+    check_ending(path)
+    with drawing():
+        save(draw(), path)
+    note(f"drawn into {path}")
+
+
+def _print_accounts(accounts: "Sequence[Account]") -> None:
     """Bits per weight by what they are for; parts that no matrix has are left out."""
     from trilobite.quantize.plan.report import PARTS
 

@@ -9,9 +9,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from trilobite.checkpoint.files import explained, write_whole
-from trilobite.checkpoint.guard import CARD, guarded
+from trilobite.checkpoint.guard import guarded
 from trilobite.checkpoint.packed import REPORT
 from trilobite.errors import DestinationError
+from trilobite.quantize.run.card import CARD, is_ours
 
 
 def notes_of(folder: Path) -> dict[str, str]:
@@ -44,4 +45,5 @@ def save_packed(
     config = guarded(json.loads((folder / "config.json").read_bytes()))
     with explained(folder):
         for name, text in {**notes, "config.json": json.dumps(config, indent=2) + "\n"}.items():
-            write_whole(folder / name, text.encode())
+            if name != CARD or is_ours(folder / CARD):
+                write_whole(folder / name, text.encode())

@@ -5,6 +5,7 @@ packed checkpoint loads tensor by tensor; an original one with `quantization_con
 quantized while it loads.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 
-from trilobite.checkpoint.guard import CARD, lift, model_card
+from trilobite.checkpoint.guard import lift
 from trilobite.checkpoint.packed import REPORT, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.errors import CheckpointError, RecipeError
@@ -28,6 +29,7 @@ from trilobite.kernels.layer import CpuSettings
 from trilobite.models.experts import EXPERT_NAME
 from trilobite.models.names import memory_names
 from trilobite.quantize.plan.plan import Plan, PlanLine
+from trilobite.quantize.run.card import CARD, model_card
 from trilobite.quantize.run.compress import prepare
 from trilobite.quantize.run.identity import run_identity
 from trilobite.quantize.run.lines import quantize_line
@@ -176,13 +178,12 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
     def _describe(self, plan: Plan) -> dict[str, str]:
         """The report and the card of what was quantized while it loaded."""
         assert self.source is not None
-        name, recipe = self.source.path.name, plan.recipe
-        identity = run_identity(self.source, recipe, torch.device("cpu"), frequency=None, calibration=None)
+        identity = run_identity(
+            self.source, plan.recipe, torch.device("cpu"), frequency=None, calibration=None
+        )
         done = {line.matrix.name: self.records.get(line.matrix.name, {}) for line in plan.lines}
-        return {
-            REPORT: packed_report(name, plan, identity, done, {}),
-            CARD: model_card(name, recipe.name),
-        }
+        made = packed_report(self.source, str(self.source.path), plan, identity, done, {})
+        return {REPORT: made, CARD: model_card(json.loads(made), self.source.config)}
 
 
 class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]

@@ -22,9 +22,9 @@ from support.runs import PlugPulled, digests, looks_complete
 from transformers import AutoModelForCausalLM
 
 from trilobite.checkpoint import packed as packed_module
-from trilobite.checkpoint.guard import CARD, FIELD
+from trilobite.checkpoint.guard import FIELD
 from trilobite.checkpoint.layout import StoredTensor, Unit
-from trilobite.checkpoint.packed import PARTIAL, REPORT, PackedWriter, read_report
+from trilobite.checkpoint.packed import PARTIAL, REPORT, TIMES, PackedWriter, read_report
 from trilobite.checkpoint.roles import read_matrix
 from trilobite.checkpoint.source import open_source
 from trilobite.errors import (
@@ -36,6 +36,7 @@ from trilobite.errors import (
     WeightError,
 )
 from trilobite.formats.weight import PackedWeight, dequantize
+from trilobite.quantize.run.card import CARD
 from trilobite.quantize.run.compress import Result, compress, prepare
 from trilobite.quantize.run.identity import run_identity
 from trilobite.quantize.run.options import Options
@@ -134,6 +135,7 @@ def test_what_is_in_the_folder(finished: Path, mixtral: Path) -> None:
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
         REPORT,
+        TIMES,
         CARD,
     }
     config = json.loads((finished / "config.json").read_text())

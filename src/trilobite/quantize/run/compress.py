@@ -1,5 +1,6 @@
 """From a checkpoint to a packed one: plan, quantize and write, few matrices in memory, resumable at any moment."""
 
+import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -7,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trilobite.checkpoint.guard import CARD, model_card
 from trilobite.checkpoint.layout import Unit
-from trilobite.checkpoint.packed import PARTIAL, REPORT, PackedWriter
+from trilobite.checkpoint.packed import PARTIAL, REPORT, TIMES, PackedWriter
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.formats.bitpack import ROWS
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.plan.plan import Plan, PlanLine, make_plan
+from trilobite.quantize.run.card import CARD, is_ours, model_card
 from trilobite.quantize.run.identity import finished_ranks, keep_ranks, kept_ranks, run_identity
 from trilobite.quantize.run.lines import Work
-from trilobite.quantize.run.metadata import packed_config, packed_report
+from trilobite.quantize.run.metadata import packed_config, packed_report, times_json
 from trilobite.quantize.run.options import Options, pick_device
 from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import Recipe, needs_calibration
@@ -126,13 +127,12 @@ def compress(
             tuned=TunedStore(writer.work, writer.note),
         )
         fresh = _pack(work, calibrator)
-        name = Path(src).name if Path(src).exists() else src
-        report = packed_report(name, plan, identity, writer.done, work.tuned.records)
-        writer.finish(
-            config=packed_config(source, recipe.name),
-            notes={REPORT: report, CARD: model_card(name, recipe.name)},
-            companions=source.companions(),
-        )
+        report = packed_report(source, src, plan, identity, writer.done, work.tuned.records)
+        config = packed_config(source, recipe.name)
+        notes = {REPORT: report, TIMES: times_json(writer.done)}
+        if is_ours(dst / CARD):
+            notes[CARD] = model_card(json.loads(report), config)
+        writer.finish(config=config, notes=notes, companions=source.companions())
     return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=fresh)
 
 

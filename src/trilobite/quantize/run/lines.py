@@ -25,6 +25,7 @@ from trilobite.quantize.methods.quantized import Compensation
 from trilobite.quantize.methods.registry import METHODS
 from trilobite.quantize.naming import naming
 from trilobite.quantize.plan.plan import Plan, PlanLine, packed_weight
+from trilobite.quantize.plan.statistics import sampled_kurtosis
 from trilobite.quantize.run.options import Options
 from trilobite.quantize.threads import Piece, results, single_threaded_torch, thread_pool
 from trilobite.recipe import LatticeFormat, Recipe
@@ -154,9 +155,10 @@ def quantize_line(
     quantized = METHODS[line.method](
         w, line.format, hessian=hessian, compensation=_compensation(line, recipe)
     )
-    record: dict[str, Any] = {}
+    record: dict[str, Any] = {"kurtosis": float(f"{sampled_kurtosis(w):.4g}")}
     if quantized.errors:
         record["iterations"] = len(quantized.errors)
+        record["errors"] = [float(f"{e:.4g}") for e in quantized.errors]
     record["error"] = float(f"{quantized.error:.6g}")
     if quantized.proxy is not None:
         record["proxy"] = float(f"{quantized.proxy:.6g}")

@@ -1,12 +1,16 @@
 """What stands beside the packed tensors: config.json for everybody, trilobite.json for us."""
 
+import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trilobite.checkpoint.guard import guarded
 from trilobite.checkpoint.packed import FORMAT_VERSION
 from trilobite.checkpoint.source import Source
 from trilobite.quantize.plan.plan import Plan, describe, tensors_json
+from trilobite.quantize.run.card import base_license
 
 
 def packed_config(source: Source, recipe: str) -> dict[str, Any]:
@@ -20,8 +24,25 @@ def packed_config(source: Source, recipe: str) -> dict[str, Any]:
     return guarded(config)
 
 
+def source_name(src: str, folder: Path) -> str:
+    """How reports call an original: its hub id, of folders too that lie in the hub's cache; else the folder's name."""
+    cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", str(folder))
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    return folder.resolve().name if Path(src).exists() else src
+
+
+def times_json(done: Mapping[str, Mapping[str, Any]]) -> str:
+    """Seconds by tensor. done: records by tensor name."""
+    seconds = {name: record["seconds"] for name, record in done.items() if "seconds" in record}
+    return (
+        json.dumps({"kind": "trilobite times", "version": 1, "seconds": dict(sorted(seconds.items()))}) + "\n"
+    )
+
+
 def packed_report(
-    source: str,
+    source: Source,
+    src: str,
     plan: Plan,
     identity: Mapping[str, Any],
     done: Mapping[str, Mapping[str, Any]],
@@ -29,14 +50,16 @@ def packed_report(
 ) -> str:
     """trilobite.json: the plan as executed. Without clocks or paths, so that equal runs give equal bytes.
 
-    source: the original's name    done: records by tensor name    tuned: how fine-tuning went, by part
+    src: what the original was called by    done: records by tensor name    tuned: how fine-tuning went, by part
     """
-    head = {
+    head: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "identity": dict(identity),
-        "source": source,
+        "source": source_name(src, source.path),
         "rank": plan.rank,
     }
+    if licence := base_license(source.path):
+        head["license"] = licence
     if tuned:
         head["finetune"] = {part: dict(record) for part, record in sorted(tuned.items())}
     rows = []

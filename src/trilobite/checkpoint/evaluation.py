@@ -1,0 +1,75 @@
+"""What was measured on a checkpoint, kept beside it: trilobite-eval.json."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trilobite.checkpoint.files import explained, write_whole
+from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
+
+EVALUATION = "trilobite-eval.json"
+KIND = "trilobite evaluation"
+VERSION = 1
+WHAT = ("text", "context", "windows", "reference", "limit", "activations", "tasks")
+"""Which measurement an entry is: a new one of the same replaces it."""
+
+
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The measurements kept beside a checkpoint, oldest first; none where there is no file.
+
+    Raises CheckpointError for a damaged file, FormatVersionError for a version that this release does not read.
+    """
+    path = folder / EVALUATION
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path}: cannot be read ({e}); delete it and measure again") from e
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise CheckpointError(f"{path}: not a file of evaluations; delete it and measure again")
+    if document.get("version") != VERSION:
+        raise FormatVersionError(
+            f"{path}: version {document.get('version')!r}, this release reads {VERSION}; upgrade trilobite"
+        )
+    found = document.get("measured")
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise CheckpointError(f"{path}: `measured` must be a list of objects; delete it and measure again")
+    return found
+
+
+def save_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
+    """Keep a measurement, in place of an older one of the same; the file is whole at any moment.
+
+    found: plain data; numbers that are not finite become null    Raises as `read_evaluations` does, and DestinationError
+    """
+    check_destination(folder)
+    entry = _finite(dict(found))
+    others = [old for old in read_evaluations(folder) if _what(old) != _what(entry)]
+    document = {"kind": KIND, "version": VERSION, "measured": [*others, entry]}
+    with explained(folder):
+        write_whole(folder / EVALUATION, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+
+
+def check_destination(folder: Path) -> None:
+    """Raise DestinationError unless `folder` is that of a checkpoint."""
+    if not (folder / "config.json").is_file():
+        raise DestinationError(
+            f"{folder}: not a checkpoint's folder; --save keeps what is measured beside the model: give a folder"
+        )
+
+
+def _what(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Tasks by their names, all else as it is."""
+    tasks = entry.get("tasks")
+    return *(entry.get(key) for key in WHAT[:-1]), sorted(tasks) if isinstance(tasks, dict) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,120 @@
+"""The sections that set checkpoints side by side: bytes against what they cost, and in what they differ."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trilobite.report import figures
+from trilobite.report.html import Html, join, paragraph, section, table
+from trilobite.report.read import Packed
+from trilobite.report.single import number
+from trilobite.report.svg import inline
+
+Measure = tuple[str, int, int]
+"""On what was measured: text, windows, context; only equal ones compare."""
+MOST_MEASURES = 3
+AXES = (("perplexity", "perplexity"), ("kl", "KL to the original, nats"))
+COLOUR, BASE = "#d9822b", "#3b82c4"
+
+
+def sections(several: Sequence[Packed]) -> Html:
+    """Pareto plots and the table of differences."""
+    return join(
+        [
+            section("Bytes and what they cost", *_pareto(several)),
+            section("Differences", _differences(several), _roles(several)),
+        ]
+    )
+
+
+def _pareto(several: Sequence[Packed]) -> Iterator[Html]:
+    by_measure: dict[Measure, list[tuple[Packed, Mapping[str, Any]]]] = {}
+    for packed in several:
+        for entry in packed.measured:
+            if "perplexity" in entry:
+                on = (str(entry.get("text")), int(entry.get("windows", 0)), int(entry.get("context", 0)))
+                by_measure.setdefault(on, []).append((packed, entry))
+    shared = sorted((m for m in by_measure.items() if len(m[1]) > 1), key=lambda m: -len(m[1]))
+    if not shared:
+        yield paragraph(
+            "Not recorded: no two of these were measured on the same windows of the same text. "
+            "`trilobite eval PACKED --text FILE --reference ORIGINAL --save` of each keeps it."
+        )
+    for i, ((text, windows, context), found) in enumerate(shared[:MOST_MEASURES]):
+        figure = figures.new_figure(10, 3.8)
+        for axes, (key, title) in zip(figure.subplots(1, 2), AXES, strict=True):
+            points = [(p.made.bytes_on_disk or 0, e[key], p.name) for p, e in found if key in e]
+            _front(axes, points)
+            axes.set(xlabel="MB on disk", ylabel=title)
+            base = [e["reference_perplexity"] for _, e in found if "reference_perplexity" in e]
+            if key == "perplexity" and base:
+                axes.axhline(base[0], color=BASE, linestyle="--", linewidth=1)
+                axes.annotate(
+                    "original", (1, base[0]), xycoords=("axes fraction", "data"), color=BASE, ha="right"
+                )
+        caption = (
+            f"{text}, {windows} windows of {context} tokens; the line joins what no other beats in both."
+        )
+        yield inline(figure, f"pareto{i}", caption)
+
+
+def _front(axes: Any, points: Sequence[tuple[int, float, str]]) -> None:
+    """Points with their names, and a line through those that no other beats in both."""
+    if not points:
+        axes.set_axis_off()
+        axes.set_title("not recorded")
+        return
+    front = [p for p in points if not any(q[0] <= p[0] and q[1] <= p[1] and q[:2] != p[:2] for q in points)]
+    front.sort()
+    axes.plot([p[0] / 1e6 for p in front], [p[1] for p in front], color=COLOUR, alpha=0.5)
+    axes.scatter([p[0] / 1e6 for p in points], [p[1] for p in points], color=COLOUR)
+    for nbytes, value, name in points:
+        axes.annotate(
+            name, (nbytes / 1e6, value), xytext=(4, 4), textcoords="offset points", fontsize="small"
+        )
+    axes.margins(x=0.15, y=0.12)
+    axes.grid(alpha=0.15)
+
+
+def _differences(several: Sequence[Packed]) -> Html:
+    facts: dict[str, list[str]] = {
+        "source": [p.head["source"] for p in several],
+        "recipe": [p.recipe for p in several],
+        "ranks": [p.head["rank"] for p in several],
+        "format version": [str(p.head["format_version"]) for p in several],
+        "bytes": [f"{p.made.bytes_on_disk:,}" for p in several],
+        "bits per weight": [number(p.made.bits_per_weight, 3) for p in several],
+        "seconds of work": [number(sum(p.seconds.values()), 1) if p.seconds else "" for p in several],
+    }
+    for column, packed in enumerate(several):
+        for entry in packed.measured:
+            where = f"{entry.get('text')}, {entry.get('windows')} × {entry.get('context')}"
+            for key, title in (*AXES, ("top1", "top-1 agreement")):
+                if key in entry:
+                    row = facts.setdefault(f"{title}: {where}", [""] * len(several))
+                    row[column] = number(entry[key], 5)
+            for task, results in entry.get("tasks", {}).items():
+                for metric, value in results.items():
+                    if metric != "n" and "stderr" not in metric:
+                        row = facts.setdefault(f"{task}: {metric}", [""] * len(several))
+                        row[column] = number(value)
+    differing = [(name, *values) for name, values in facts.items() if len(set(values)) > 1]
+    return table(("", *(p.name for p in several)), differing)
+
+
+def _roles(several: Sequence[Packed]) -> Html:
+    """By role: format, bits and error in each."""
+    by_role = [{r.role: r for r in p.made.roles} for p in several]
+    rows = []
+    for role in dict.fromkeys(name for roles in by_role for name in roles):
+        cells = []
+        for roles in by_role:
+            found = roles.get(role)
+            if found is None:
+                cells.append("")
+                continue
+            error = f", error {found.error:.4f}" if found.error is not None else ""
+            rank = f", rank {found.rank:.1f}" if found.rank else ""
+            cells.append(f"{', '.join(found.formats)}: {found.bits_per_weight:.3f} bits{rank}{error}")
+        if len(set(cells)) > 1:
+            rows.append((role, *cells))
+    return table(("role", *(p.name for p in several)), rows, left=1 + len(several))
