@@ -13,6 +13,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int ROWS = 16;   // rows of a tile: one per 32-bit lane
 constexpr int BLOCK = 32;  // columns of a block of codes
+constexpr int HALF = 16;   // columns of the smallest group: half a block, which is whole planes unless codes have 3 bits
 constexpr int UNIT = 64;   // rows of a unit of work: four bands, one group of a compensator
 constexpr int UNIT_BANDS = UNIT / ROWS;
 constexpr int TOKENS = 16;    // tokens that are laid out together
@@ -51,7 +52,7 @@ struct Matrix {
 
 // Activations [count, k], prepared for a tier, in one of two forms. Blocks are of 16 tokens, the last one smaller.
 //
-// Digits (parts = 0): per token and segment of 32 or 64 columns a scale, and 1 or 3 signed 8-bit digits of x / scale,
+// Digits (parts = 0): per token and segment of 16, 32 or 64 columns a scale, and 1 or 3 signed 8-bit digits of x / scale,
 // the most significant last. Products with codes are then exact in int32, on every tier.
 //   q      [block][segment][digit][token of the block][column of the segment] int8
 //   scale  [block][segment][token]

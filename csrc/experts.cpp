@@ -117,11 +117,11 @@ Digits prepared(const Call &c, Workspace &ws, int count, int64_t k, int seg, boo
 
 // Digits of x per expert; with one token all experts that cut it into the same segments share one copy.
 void allocate(Call &c, Workspace &ws) {
-  Digits shared[2] = {};
+  Digits shared[3] = {};
   for (int64_t i = 0; i < c.count; i++) {
     Active &e = c.active[i];
     const int seg = std::min(segment(e.up.group), e.gated ? segment(e.gate.group) : 64);
-    Digits &one = shared[seg == 64];
+    Digits &one = shared[seg / BLOCK];
     if (c.shared_x) {
       if (one.q == nullptr) one = prepared(c, ws, 1, c.a.hidden, seg, false);
       e.x = one;
@@ -136,10 +136,10 @@ void allocate(Call &c, Workspace &ws) {
 }
 
 void prepare_shared(const Call &c) {
-  const int8_t *done[2] = {};
+  const int8_t *done[3] = {};
   for (int64_t i = 0; i < c.count; i++) {
     const Digits &d = c.active[i].x;
-    const int8_t *&q = done[d.seg == 64];
+    const int8_t *&q = done[d.seg / BLOCK];
     if (q == nullptr) c.t.quantize_block(c.x(), (int)c.a.dtype, nullptr, d, 0);
     q = d.q;
   }

@@ -56,7 +56,8 @@ Bytes factor(int64_t rank, int64_t length, int64_t bits) {
 
 void fill(Weight &w, int64_t n, int64_t k, int64_t group) {
   constexpr int64_t BITS[] = {2, 3, 4, 8}, RANK_BITS[] = {3, 8, 16};
-  w.m.n = n, w.m.k = k, w.m.group = group, w.m.bits = BITS[pick(0, 3)];
+  w.m.n = n, w.m.k = k, w.m.bits = BITS[pick(0, 3)];
+  w.m.group = group = w.m.bits != 3 && !pick(0, 3) ? 16 : group;
   w.m.symmetric = pick(0, 1), w.m.double_quant = pick(0, 1);
   const int64_t bands = (n + 15) / 16, groups = k / group, code = group * w.m.bits * 2;
   const int64_t values = w.m.symmetric ? 16 : 32, tile = code + values * (w.m.double_quant ? 1 : 2);

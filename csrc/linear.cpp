@@ -8,7 +8,7 @@
 namespace trilobite {
 
 int64_t scratch_bytes(const Tier &t, int64_t k) {
-  return (int64_t)t.scratch_bytes + ceil_div(k, BLOCK) * (BLOCK * ROWS + 2 * ROWS * 4) + 4096;
+  return (int64_t)t.scratch_bytes + ceil_div(k, HALF) * (HALF * ROWS + 2 * ROWS * 4) + 4096;
 }
 
 void product(const Tier &t, const Matrix &m, int64_t band, int bands, const Digits &x, const float *z, float *out,

@@ -26,8 +26,13 @@ bool fits(const trilobite_rotation *r, int64_t n);
 // The second stage of a lattice matrix that has one; its results are added.
 Matrix second_stage(const Matrix &first);
 
-// Columns of a segment that suits groups of `group` columns: 64, or 32.
-inline int segment(int64_t group) { return group % 64 == 0 ? 64 : 32; }
+// Whether codes of `bits` bits come in groups of `group` columns.
+inline bool is_group(int64_t group, int64_t bits) {
+  return (group == HALF && bits != 3) || (group >= BLOCK && group % BLOCK == 0);
+}
+
+// Columns of a segment that suits groups of `group` columns: 64, 32 or 16.
+inline int segment(int64_t group) { return group % 64 == 0 ? 64 : group % BLOCK == 0 ? BLOCK : HALF; }
 
 }  // namespace trilobite
 #endif

@@ -11,7 +11,7 @@ namespace {
 
 QuantizeTile tile_at(const trilobite_quantize_args &a, int64_t band, int64_t g, void *scratch) {
   const int64_t groups = a.k / a.group, row = band * ROWS, line = row * groups + g, first = row * a.k + g * a.group;
-  const int64_t tile = a.group / BLOCK * 64 * a.bits + ROWS * (a.symmetric ? 2 : 4);
+  const int64_t tile = a.group * ROWS * a.bits / 8 + ROWS * (a.symmetric ? 2 : 4);
   QuantizeTile t{};
   t.w = a.w + first;
   t.scale = a.scale + line;
@@ -35,7 +35,7 @@ QuantizeTile tile_at(const trilobite_quantize_args &a, int64_t band, int64_t g, 
 
 bool quantize(const trilobite_quantize_args &a) {
   const bool bits = a.bits == 2 || a.bits == 3 || a.bits == 4 || a.bits == 8;
-  if (!bits || a.group < BLOCK || a.group % BLOCK || a.k % a.group || a.rows < 0 || a.group > (1 << 24))
+  if (!bits || !is_group(a.group, a.bits) || a.k % a.group || a.k % BLOCK || a.rows < 0 || a.group > (1 << 24))
     return fail("quantize: %lld bits, group %lld of %lld columns", (long long)a.bits, (long long)a.group,
                 (long long)a.k);
   if (!a.symmetric && !a.offset) return fail("quantize: no room for offsets");

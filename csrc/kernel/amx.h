@@ -188,6 +188,7 @@ static void blocks_panel(Panel *p, const Digits &x, int from, int to, int n, int
 }
 
 static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *scratch) {
+  if (x.seg < BLOCK) return rows_few(m, band, bands, x, out, ld, scratch);  // a quarter of a tile's depth
   auto *p = (Panel *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
   if (fit_tile(x)) return rows_amx_few(m, band, bands, x, out, ld, (Ring *)p);
   if (x.parts == 0 && x.count <= 2) return rows_few(m, band, bands, x, out, ld, scratch);

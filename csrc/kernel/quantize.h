@@ -167,14 +167,15 @@ static inline float through_half(float x, uint16_t *stored) {
 }
 
 // 16 x 32 codes, lanes of rows, to `bits` planes of 64 bytes (formats/bitpack.py).
-static void pack_block(const uint8_t (*step)[64], int bits, uint8_t *planes) {
+// Eight steps, or four: half a block (3 bits: never).
+static void pack_block(const uint8_t (*step)[64], int steps, int bits, uint8_t *planes) {
   for (int i = 0; i < 64; i++) {
     if (bits == 8) {
-      for (int s = 0; s < 8; s++) planes[64 * s + i] = step[s][i];
+      for (int s = 0; s < steps; s++) planes[64 * s + i] = step[s][i];
     } else if (bits == 4) {
-      for (int p = 0; p < 4; p++) planes[64 * p + i] = (uint8_t)(step[2 * p][i] | step[2 * p + 1][i] << 4);
+      for (int p = 0; p < steps / 2; p++) planes[64 * p + i] = (uint8_t)(step[2 * p][i] | step[2 * p + 1][i] << 4);
     } else if (bits == 2) {
-      for (int p = 0; p < 2; p++)
+      for (int p = 0; p < steps / 4; p++)
         planes[64 * p + i] =
             (uint8_t)(step[4 * p][i] | step[4 * p + 1][i] << 2 | step[4 * p + 2][i] << 4 | step[4 * p + 3][i] << 6);
     } else {
@@ -213,7 +214,7 @@ static inline void transpose(Lanes m[ROWS]) {
 #endif
 }
 
-// Rows of the matrix to lanes of columns; rows past the end count as zero. Groups are multiples of 32 columns.
+// Rows of the matrix to lanes of columns; rows past the end count as zero. Groups are multiples of 16 columns.
 static void load_columns(const QuantizeTile &t, Lanes *columns) {
   for (int i = 0; i < t.group; i += ROWS) {
     Lanes *m = columns + i;
@@ -272,9 +273,10 @@ static void quantize_tile(const QuantizeTile &t) {
   if (!t.packed) return;
   for (int r = t.rows; r < ROWS; r++)  // padding rows are zero codes
     for (int i = 0; i < t.group; i++) codes[(i / 4) * 64 + 4 * r + i % 4] = 0;
-  for (int b = 0; b < t.group / BLOCK; b++)
-    pack_block((const uint8_t (*)[64])(codes + b * 512), t.bits, t.packed + (int64_t)b * 64 * t.bits);
-  uint8_t *meta = t.packed + (int64_t)(t.group / BLOCK) * 64 * t.bits;
+  const int width = t.group < BLOCK ? HALF : BLOCK;
+  for (int at = 0; at < t.group; at += width)
+    pack_block((const uint8_t (*)[64])(codes + at * ROWS), width / 4, t.bits, t.packed + (int64_t)at * t.bits * 2);
+  uint8_t *meta = t.packed + (int64_t)t.group * t.bits * 2;
   memcpy(meta, scales, sizeof scales);
   if (!t.symmetric) memcpy(meta + sizeof scales, offsets, sizeof offsets);
 }

@@ -1,6 +1,6 @@
 // Few tokens: stream the tiles once, decode each step into a register, and use it for NT tokens.
 //
-// Per segment of 32 or 64 columns the dot products are integers, exact; then
+// Per segment of 16, 32 or 64 columns the dot products are integers, exact; then
 //     y += scale * (x_scale * sum(code * digit)) + offset * sum(x)
 // once per 16 rows. Lanes are rows, so there are no horizontal sums.
 
@@ -14,8 +14,9 @@ template <int D> static inline Isa::Floats combine(const Isa::Ints a[D]) {
   return Isa::fma(high, Isa::set1(256.0f), Isa::to_float(a[0]));
 }
 
-// NB bands at a time share what is loaded of the activations; each is a stream of its own.
-template <int BITS, int D, int NT, int NB>
+// NB bands at a time share what is loaded of the activations; each is a stream of its own. STEPS of four columns are
+// decoded at a time: a block, or half of one, where segments are as short.
+template <int BITS, int D, int NT, int NB, int STEPS>
 static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int block, int first, float *out, int64_t ld) {
   const int rows = x.rows(block), seg = x.seg, per_group = m.group / seg;
   const int64_t digit = (int64_t)rows * seg, stride = m.groups * m.tile_bytes;
@@ -40,12 +41,13 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
       for (int n = 0; n < NB; n++)
         for (int t = 0; t < NT; t++)
           for (int d = 0; d < D; d++) a[n][t][d] = Isa::zero();
-      for (int b = 0; b < seg; b += BLOCK, codes += planes<BITS>(m) * 64) {
+      for (int b = 0; b < seg; b += 4 * STEPS) {
         UNROLL for (int n = 0; n < NB; n++) {
           for (int i = 0; i < planes<BITS>(m); i++) __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, 3);
-          Isa::Bytes c[8];
-          decode<BITS>(codes + n * stride, planes<BITS>(m), c);
-          UNROLL for (int step = 0; step < 8; step++) {
+          Isa::Bytes c[STEPS];
+          if constexpr (STEPS == 8) decode<BITS>(codes + n * stride, planes<BITS>(m), c);
+          else decode_half<BITS>(codes + n * stride, planes<BITS>(m), s & 1, c);
+          UNROLL for (int step = 0; step < STEPS; step++) {
             UNROLL for (int t = 0; t < NT; t++) {
               UNROLL for (int d = 0; d < D; d++) {
                 a[n][t][d] = Isa::dot<code_bits(BITS)>(a[n][t][d], c[step], q + d * digit + t * seg + b + 4 * step);
@@ -53,6 +55,7 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
             }
           }
         }
+        if (STEPS == 8 || (s & 1)) codes += planes<BITS>(m) * 64;
       }
       for (int n = 0; n < NB; n++)
         for (int t = 0; t < NT; t++) {
@@ -65,43 +68,50 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
     for (int t = 0; t < NT; t++) Isa::store(out + t * ld + n * ROWS, acc[n][t]);
 }
 
-template <int BITS, int D> static void band_few(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
+template <int BITS, int D, int STEPS>
+static void band_few(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
   for (int block = 0; block < x.blocks(); block++) {
     float *o = out + (int64_t)block * TOKENS * ld;
     const int n = x.rows(block);
     int t = 0;
     if constexpr (Isa::TOKENS_AT_ONCE >= 4)
-      for (; t + 4 <= n; t += 4) band_tokens<BITS, D, 4, 1>(m, band, x, block, t, o + t * ld, ld);
+      for (; t + 4 <= n; t += 4) band_tokens<BITS, D, 4, 1, STEPS>(m, band, x, block, t, o + t * ld, ld);
     if constexpr (Isa::TOKENS_AT_ONCE >= 2)
-      for (; t + 2 <= n; t += 2) band_tokens<BITS, D, 2, 1>(m, band, x, block, t, o + t * ld, ld);
-    for (; t < n; t++) band_tokens<BITS, D, 1, 1>(m, band, x, block, t, o + t * ld, ld);
+      for (; t + 2 <= n; t += 2) band_tokens<BITS, D, 2, 1, STEPS>(m, band, x, block, t, o + t * ld, ld);
+    for (; t < n; t++) band_tokens<BITS, D, 1, 1, STEPS>(m, band, x, block, t, o + t * ld, ld);
   }
 }
 
-template <int BITS, int D>
+template <int BITS, int D, int STEPS>
 static void bands_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   int b = 0;
   if constexpr (Isa::TOKENS_AT_ONCE >= 4)
     if (x.count == 1)
-      for (; b + 4 <= bands; b += 4) band_tokens<BITS, D, 1, 4>(m, band + b, x, 0, 0, out + b * ROWS, ld);
-  for (; b < bands; b++) band_few<BITS, D>(m, band + b, x, out + b * ROWS, ld);
+      for (; b + 4 <= bands; b += 4) band_tokens<BITS, D, 1, 4, STEPS>(m, band + b, x, 0, 0, out + b * ROWS, ld);
+  for (; b < bands; b++) band_few<BITS, D, STEPS>(m, band + b, x, out + b * ROWS, ld);
 }
 
-template <int D>
+template <int D, int STEPS>
 static void bands_bits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   switch (m.kind) {
-    case E8P: return bands_few<E8P, D>(m, band, bands, x, out, ld);
-    case E8: return bands_few<E8, D>(m, band, bands, x, out, ld);
-    case 2: return bands_few<2, D>(m, band, bands, x, out, ld);
-    case 3: return bands_few<3, D>(m, band, bands, x, out, ld);
-    case 4: return bands_few<4, D>(m, band, bands, x, out, ld);
-    default: return bands_few<8, D>(m, band, bands, x, out, ld);
+    case E8P: return bands_few<E8P, D, STEPS>(m, band, bands, x, out, ld);
+    case E8: return bands_few<E8, D, STEPS>(m, band, bands, x, out, ld);
+    case 2: return bands_few<2, D, STEPS>(m, band, bands, x, out, ld);
+    case 3: return bands_few<3, D, STEPS>(m, band, bands, x, out, ld);
+    case 4: return bands_few<4, D, STEPS>(m, band, bands, x, out, ld);
+    default: return bands_few<8, D, STEPS>(m, band, bands, x, out, ld);
   }
 }
 
 [[maybe_unused]] static int no_parts(int, int, int, bool) { return 0; }
 
 static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *) {
-  if (x.digits == 1) bands_bits<1>(m, band, bands, x, out, ld);
-  else bands_bits<3>(m, band, bands, x, out, ld);
+  if (x.seg < BLOCK) {
+    if (x.digits == 1) bands_bits<1, 4>(m, band, bands, x, out, ld);
+    else bands_bits<3, 4>(m, band, bands, x, out, ld);
+  } else if (x.digits == 1) {
+    bands_bits<1, 8>(m, band, bands, x, out, ld);
+  } else {
+    bands_bits<3, 8>(m, band, bands, x, out, ld);
+  }
 }

@@ -123,7 +123,19 @@ def test_quip_presets_differ_by_method(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["int3", "int5-g64", "int3-g48", "int3-g64-dq-sym", "INT3-g64", "int3-g64 ", "", "e8p"]
+    "text",
+    [
+        "int3",
+        "int5-g64",
+        "int3-g48",
+        "int3-g16",
+        "int2-g8",
+        "int3-g64-dq-sym",
+        "INT3-g64",
+        "int3-g64 ",
+        "",
+        "e8p",
+    ],
 )
 def test_unknown_formats_show_the_grammar(text: str) -> None:
     with pytest.raises(RecipeError, match="for example int3-g64"):

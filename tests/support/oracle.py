@@ -27,10 +27,10 @@ def positions(bits: int, row: int, column: int) -> list[tuple[int, int]]:
     return [(64 * plane + inside, bit) for plane, bit in places]
 
 
-def read_block(data: np.ndarray, bits: int) -> np.ndarray:
-    """One block -> codes [16, 32]."""
-    codes = np.zeros((16, 32), np.uint8)
-    for r, k in product(range(16), range(32)):
+def read_block(data: np.ndarray, bits: int, columns: int = 32) -> np.ndarray:
+    """One block, or its first half -> codes [16, columns]."""
+    codes = np.zeros((16, columns), np.uint8)
+    for r, k in product(range(16), range(columns)):
         codes[r, k] = sum(
             (int(data[byte]) >> bit & 1) << i for i, (byte, bit) in enumerate(positions(bits, r, k))
         )
@@ -76,12 +76,13 @@ def decode(
         tile = packed[band, g]
         codes, meta = tile[: group * 2 * bits], tile[group * 2 * bits :]
         pairs = None if scale is None else scale[band, g // (16 if bits >= 4 else 8)].view(np.float32)
-        for block in range(group // 32):
-            cut = read_block(codes[64 * bits * block : 64 * bits * (block + 1)], bits)
+        width = min(group, 32)
+        for block in range(group // width):
+            cut = read_block(codes[2 * width * bits * block : 2 * width * bits * (block + 1)], bits, width)
             for r in range(16):
                 step, base = _line(meta, pairs, r, symmetric, bits)
-                at = g * group + block * 32
-                w[band * 16 + r, at : at + 32] = cut[r].astype(np.float32) * step + base
+                at = g * group + block * width
+                w[band * 16 + r, at : at + width] = cut[r].astype(np.float32) * step + base
     return w[:n]
 
 

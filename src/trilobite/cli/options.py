@@ -40,7 +40,9 @@ KeepOption = Annotated[
 GroupOption = Annotated[
     int | None,
     typer.Option(
-        "--group-size", help="Columns that share a scale: 32, 64, 128; 0 = a whole row.", metavar="G"
+        "--group-size",
+        help="Columns that share a scale: 16 (not with 3 bits), 32, 64, 128; 0 = a whole row.",
+        metavar="G",
     ),
 ]
 RankOption = Annotated[

@@ -1,7 +1,7 @@
 """Grouped affine integers: `w = scale * q + offset`, codes and metadata side by side in tiles.
 
 A weight [N, K] is cut into tiles of 16 rows x one group of G columns. A tile is its codes (G/32 blocks, see
-`bitpack`) followed by its metadata, little endian:
+`bitpack`; with G = 16 one half of a block's planes) followed by its metadata, little endian:
 
     asymmetric                16 x scale fp16, 16 x offset fp16     w = scale * q + offset
     symmetric                 16 x scale fp16                       w = scale * (q - 2**(bits-1))
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trilobite.errors import ShapeError, WeightError
 from trilobite.formats.bitpack import BLOCK, ROWS, block_bytes, pack_blocks, unpack_blocks
-from trilobite.recipe import Format
+from trilobite.recipe import Format, is_group
 
 FP16_MAX = 65504.0
 
@@ -45,7 +45,12 @@ class Grid:
 
 def tile_bytes(fmt: Format, k: int) -> int:
     """Bytes of one tile: codes and metadata of 16 rows x one group."""
-    return fmt.group_size(k) // BLOCK * block_bytes(fmt.bits) + _meta_bytes(fmt)
+    return code_bytes(fmt, k) + _meta_bytes(fmt)
+
+
+def code_bytes(fmt: Format, k: int) -> int:
+    """Bytes of the codes of one tile, which come first."""
+    return fmt.group_size(k) * ROWS * fmt.bits // 8
 
 
 def _meta_bytes(fmt: Format) -> int:
@@ -60,12 +65,13 @@ def supergroup(fmt: Format) -> int:
 def packed_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int]:
     """Shape of the `weight_packed` tensor, uint8, of an [n, k] matrix.
 
-    Raises ShapeError when the group does not divide K or is no multiple of 32.
+    Raises ShapeError when the group does not divide K, or neither of them is what `is_group` wants.
     """
     g = fmt.group_size(k)
-    if k % g or g % BLOCK:
+    if k % g or k % BLOCK or not is_group(g, fmt.bits):
         raise ShapeError(
-            f"K={k} does not divide into groups of {g} columns; a group must divide K and be a multiple of {BLOCK}"
+            f"K={k} does not divide into groups of {g} columns of {fmt.bits} bits; K is a multiple of {BLOCK}, a group "
+            f"divides it and is a multiple of {BLOCK}, or 16 unless codes have 3 bits"
         )
     return -(-n // ROWS), k // g, tile_bytes(fmt, k)
 
@@ -92,7 +98,7 @@ def format_of(packed: Tensor, scale: Tensor | None, k: int) -> Format:
     for bits in (2, 3, 4, 8):
         for symmetric in (False, True):
             fmt = Format(bits=bits, group=group, symmetric=symmetric, double_quant=scale is not None)
-            if group % BLOCK == 0 and tile_bytes(fmt, k) == packed.shape[2]:
+            if is_group(group, bits) and k % BLOCK == 0 and tile_bytes(fmt, k) == packed.shape[2]:
                 return fmt
     raise ShapeError(
         f"tiles of {packed.shape[2]} bytes for groups of {group} columns belong to no known format"

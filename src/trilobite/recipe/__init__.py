@@ -30,6 +30,7 @@ from trilobite.recipe.vocabulary import (
     LatticeFormat,
     Role,
     check_method,
+    is_group,
     parse_format,
     parse_role,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "Role",
     "Rule",
     "check_method",
+    "is_group",
     "load_recipe",
     "needs_calibration",
     "parse_format",

@@ -61,9 +61,14 @@ class Recipe:
         return replace(self, name=f"{self.name}+keep", rules=(Rule(roles=roles), *self.rules))
 
     def with_group(self, group: int) -> "Recipe":
-        """The same recipe with another group size in every rule; lattice formats have no groups."""
+        """The same recipe with another group size in every rule; lattice formats have no groups.
+
+        Raises RecipeError for a group that the bits of a rule do not come in.
+        """
         rules = tuple(
-            replace(r, format=replace(r.format, group=group)) if isinstance(r.format, Format) else r
+            replace(r, format=Format.parse(str(replace(r.format, group=group))))
+            if isinstance(r.format, Format)
+            else r
             for r in self.rules
         )
         return replace(self, rules=rules)

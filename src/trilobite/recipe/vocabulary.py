@@ -40,6 +40,11 @@ COMPENSATORS = {"int3": 3, "int8": 8, "fp16": 16}
 """Compensator formats and their bits."""
 
 
+def is_group(group: int, bits: int) -> bool:
+    """Whether codes come in groups of so many columns: multiples of 32, or 16 (no whole number of 3-bit planes)."""
+    return group % 32 == 0 or (group == 16 and bits != 3)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """What stored codes mean: `int3-g64`, `int4-channel-sym`, `int2-g32-dq`.
@@ -58,9 +63,10 @@ class Format:
         """Read a format's name; raises RecipeError with the grammar."""
         m = re.fullmatch(r"int([2348])-(?:g([1-9][0-9]*)|channel)(-sym)?(-dq)?", text)
         group = int(m[2] or 0) if m else -1
-        if not m or group % 32:
+        if not m or not is_group(group, int(m[1])):
             raise RecipeError(
-                f"format {text!r}: expected int{{2,3,4,8}}-{{g32,g64,g128,channel}}[-sym][-dq], for example int3-g64"
+                f"format {text!r}: expected int{{2,3,4,8}}-{{g32,g64,g128,channel}}[-sym][-dq], for example int3-g64; "
+                "g16 goes with 2, 4 and 8 bits"
             )
         return cls(bits=int(m[1]), group=group, symmetric=bool(m[3]), double_quant=bool(m[4]))
 

@@ -55,6 +55,7 @@ FORMATS = [
     *(f"int{b}-{g}" for b in (2, 3, 4, 8) for g in ("g32", "g64", "g96", "g128", "channel")),
     *(f"int{b}-{g}-sym" for b in (2, 3, 4, 8) for g in ("g64", "g96")),
     *(f"int{b}-{g}-dq" for b in (2, 3, 4, 8) for g in ("g32", "g64", "channel")),
+    *(f"int{b}-g16{suffix}" for b in (2, 4, 8) for suffix in ("", "-sym", "-dq", "-sym-dq")),
     "int3-g64-sym-dq",
     "int4-g32-sym-dq",
 ]
@@ -70,16 +71,17 @@ def test_linear_of_every_format(tier: str, fmt: str) -> None:
 @pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 9, 16, 17, 33])
 def test_linear_of_every_type(tier: str, dtype: torch.dtype, tokens: int) -> None:
-    w = packed_weight(80, 320, "int3-g64")
-    assert _linear_error(w, _x(tokens, 320, dtype=dtype), _x(80, dtype=dtype, seed=2)) < ROUNDED[dtype]
+    for fmt in ("int3-g64", "int2-g16-dq"):
+        w = packed_weight(80, 320, fmt)
+        assert _linear_error(w, _x(tokens, 320, dtype=dtype), _x(80, dtype=dtype, seed=2)) < ROUNDED[dtype]
 
 
 @pytest.mark.parametrize(
     ("rank", "kind"), [(1, "int3"), (5, "int3"), (16, "int8"), (37, "int3"), (3, "fp16")]
 )
-@pytest.mark.parametrize("k", [96, 256])
-def test_linear_with_a_compensator(tier: str, rank: int, kind: str, k: int) -> None:
-    w = packed_weight(72, k, "int3-g32", rank=rank, kind=kind)
+@pytest.mark.parametrize(("k", "fmt"), [(96, "int3-g32"), (256, "int3-g32"), (96, "int2-g16")])
+def test_linear_with_a_compensator(tier: str, rank: int, kind: str, k: int, fmt: str) -> None:
+    w = packed_weight(72, k, fmt, rank=rank, kind=kind)
     plain = PackedWeight(shape=w.shape, packed=w.packed)
     for tokens in (1, 7, 40):
         x = _x(tokens, k)
@@ -103,11 +105,11 @@ def test_random_shapes(data: st.DataObject) -> None:
     draw = data.draw
     cpu.set_tier(draw(st.sampled_from(_tiers())))
     try:
-        group = draw(st.sampled_from(["g32", "g64", "g96", "channel"]))
-        step = {"g32": 32, "g64": 64, "g96": 96, "channel": 32}[group]
+        group = draw(st.sampled_from(["g16", "g32", "g64", "g96", "channel"]))
+        step = {"g64": 64, "g96": 96}.get(group, 32)
         k, n = step * draw(st.integers(1, 9)), draw(st.integers(1, 130))
         suffix = draw(st.sampled_from(["", "-sym", "-dq", "-sym-dq"]))
-        fmt = f"int{draw(st.sampled_from([2, 3, 4, 8]))}-{group}{suffix}"
+        fmt = f"int{draw(st.sampled_from([2, 4, 8] if group == 'g16' else [2, 3, 4, 8]))}-{group}{suffix}"
         kind = draw(st.sampled_from(["int3", "int8", "fp16"]))
         w = packed_weight(n, k, fmt, rank=draw(st.integers(0, 20)), kind=kind, seed=draw(st.integers(0, 9)))
         dtype = draw(st.sampled_from(list(ROUNDED)))
@@ -116,7 +118,7 @@ def test_random_shapes(data: st.DataObject) -> None:
         cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
 
 
-@pytest.mark.parametrize("fmt", ["int3-g64", "int8-g32"])
+@pytest.mark.parametrize("fmt", ["int3-g64", "int8-g32", "int4-g16"])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_int8_activations_cost_precision_and_little_of_it(tier: str, fmt: str, tokens: int) -> None:
     w, x = packed_weight(64, 512, fmt), _x(tokens, 512)
@@ -139,8 +141,11 @@ def test_an_outlier_does_not_drown_its_segment(tier: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("tokens", [2, 11])
-def test_values_that_are_not_finite_stay_with_their_token(tier: str, bad: float, tokens: int) -> None:
-    w, x = packed_weight(48, 128, "int3-g64"), _x(tokens, 128)
+@pytest.mark.parametrize("fmt", ["int3-g64", "int2-g16-dq"])
+def test_values_that_are_not_finite_stay_with_their_token(
+    tier: str, bad: float, tokens: int, fmt: str
+) -> None:
+    w, x = packed_weight(48, 128, fmt), _x(tokens, 128)
     x[1, 5] = bad
     y = ops.linear(x, w)
     assert not y[1].isfinite().any()
@@ -148,8 +153,9 @@ def test_values_that_are_not_finite_stay_with_their_token(tier: str, bad: float,
     assert relative_error(y[rest], reference.linear(x[rest], w)) < EXACT
 
 
-def test_extreme_activations(tier: str) -> None:
-    w = packed_weight(32, 64, "int3-g64")
+@pytest.mark.parametrize("fmt", ["int3-g64", "int2-g16"])
+def test_extreme_activations(tier: str, fmt: str) -> None:
+    w = packed_weight(32, 64, fmt)
     for scale in (1e30, 1e-30, 0.0):
         for tokens in (1, 8):
             x = _x(tokens, 64) * scale
@@ -218,7 +224,14 @@ def _both(
 
 
 @pytest.mark.parametrize(
-    "formats", [["int3-g32"], ["int2-g32-sym", "int4-channel", "int3-g32-dq"]], ids=["one", "mixed"]
+    "formats",
+    [
+        ["int3-g32"],
+        ["int2-g32-sym", "int4-channel", "int3-g32-dq"],
+        ["int2-g16-dq"],
+        ["int2-g16-dq", "int3-g32", "int8-g16", "int3-channel"],
+    ],
+    ids=["one", "mixed", "g16", "mixed with g16"],
 )
 @pytest.mark.parametrize("rank", [0, 6])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 60])

@@ -16,7 +16,13 @@ from trilobite.kernels.layer import codings_of, spec_of
 from trilobite.recipe import Format
 
 FORMATS = [
-    f"int{b}-{g}{s}" for b in (2, 3, 4, 8) for g in ("g32", "g64", "g128", "channel") for s in ("", "-sym")
+    *(
+        f"int{b}-{g}{s}"
+        for b in (2, 3, 4, 8)
+        for g in ("g32", "g64", "g128", "channel")
+        for s in ("", "-sym")
+    ),
+    *(f"int{b}-g16{s}" for b in (2, 4, 8) for s in ("", "-sym")),
 ]
 
 

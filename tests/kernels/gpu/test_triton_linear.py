@@ -46,7 +46,9 @@ def _error(x: torch.Tensor, w: PackedWeight, tile: Tile, bias: torch.Tensor | No
 
 
 @pytest.mark.parametrize("tile", [DOT, FOUR, SCALED], ids=["factored", "four", "scaled"])
-@pytest.mark.parametrize(("fmt", "k", "kind"), [("int3-g32", 224, "int3"), ("int8-g64", 192, "fp16")])
+@pytest.mark.parametrize(
+    ("fmt", "k", "kind"), [("int3-g32", 224, "int3"), ("int8-g64", 192, "fp16"), ("int2-g16", 160, "int3")]
+)
 def test_columns_in_the_order_of_older_tritons(
     fmt: str, k: int, kind: str, tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +66,8 @@ def test_columns_in_the_order_of_older_tritons(
         *((f"int{b}-g64", 192) for b in (2, 3, 4, 8)),
         ("int3-g64-sym", 320),  # an odd number of groups, two of which share a word
         ("int3-g32", 96),
+        ("int2-g16", 96),
+        ("int8-g16-sym", 160),
         ("int4-g32-sym", 160),
         ("int2-g128", 256),
         ("int4-g128-sym", 384),  # groups that share a word lie in different chunks

@@ -79,7 +79,8 @@ def test_error_on_gaussian_weights(
 
 
 @pytest.mark.parametrize(
-    "text", ["int3-g64", "int2-g32", "int4-g128", "int3-g64-sym", "int3-g64-dq", "int8-channel"]
+    "text",
+    ["int3-g64", "int2-g32", "int2-g16-dq", "int4-g128", "int3-g64-sym", "int3-g64-dq", "int8-channel"],
 )
 @pytest.mark.parametrize("method", SCALES)
 def test_relative_error_is_that_of_the_decoded_matrix(text: str, method: str) -> None:
@@ -262,7 +263,19 @@ def test_bands_cover_every_row_once(n: int, k: int) -> None:
     assert all(band.start % 16 == 0 for band in bands(n, k))
 
 
-@pytest.mark.parametrize("text", ["int3-g64", "int2-g32", "int4-g128", "int8-channel", "int3-g64-sym"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int3-g64",
+        "int2-g32",
+        "int4-g128",
+        "int8-channel",
+        "int3-g64-sym",
+        "int2-g16",
+        "int4-g16-sym",
+        "int8-g16",
+    ],
+)
 @pytest.mark.parametrize("method", SCALES)
 def test_twins_agree(text: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for weights in the middle between two codes."""

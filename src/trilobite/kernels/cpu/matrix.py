@@ -12,7 +12,7 @@ from trilobite.formats.bitpack import BITS, BLOCK, ROWS
 from trilobite.formats.incoherence import factors, hadamard_matrix
 from trilobite.formats.weight import LR_GROUP, PackedWeight, factor_shape
 from trilobite.kernels.cpu import native
-from trilobite.recipe import COMPENSATORS, Format
+from trilobite.recipe import COMPENSATORS, Format, is_group
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -47,7 +47,8 @@ def _format(
     formats = (
         Format(bits=b, group=group, symmetric=s, double_quant=double) for b in BITS for s in (False, True)
     )
-    fmt = next((f for f in formats if group % BLOCK == 0 and tile_bytes(f, k) == packed[2]), None)
+    known = (f for f in formats if is_group(group, f.bits) and k % BLOCK == 0)
+    fmt = next((f for f in known if tile_bytes(f, k) == packed[2]), None)
     if fmt is None:
         raise ShapeError(
             f"linear: tiles of {packed[2]} bytes for groups of {group} columns belong to no known format"

@@ -10,6 +10,7 @@ from trilobite.formats.weight import LR_GROUP
 from trilobite.kernels.gpu.device.product import product
 from trilobite.kernels.gpu.device.tile import BLOCK_R, DENSE
 from trilobite.kernels.gpu.launch import launch, processors, scratch
+from trilobite.kernels.gpu.layout.pack import GROUPS
 from trilobite.kernels.gpu.layout.words import CHUNK
 from trilobite.kernels.gpu.tuning import Tile, fitted, suited, tile_for
 from trilobite.kernels.layer import Coding
@@ -68,7 +69,7 @@ class Inputs:
 
 def step_of(*codings: Coding) -> int:
     """Columns of a chunk that share one scale in all of these matrices."""
-    return min(c.group if c.group in (32, 64) else CHUNK for c in codings if c.bits)
+    return min(c.group if c.group in GROUPS else CHUNK for c in codings if c.bits)
 
 
 def rounds_of(k: int, tile: Tile) -> int:

@@ -228,9 +228,9 @@ def suited(tile: Tile, bits: int, step: int, rank_bits: int) -> Tile:
     if bits >= WIDE:
         stages = max(1, stages - 1)
     if tile.form == "factored":
-        if step == 32 and tile.block_m > 8:
+        if step <= 32 and tile.block_m > 8:
             chunks = max(1, chunks // 2)
-        elif step == 32 or (rank_bits and OLD_TRITON):
+        elif step <= 32 or (rank_bits and OLD_TRITON):
             registers = max(registers, HALF)
         elif rank_bits and bits < WIDE:
             registers = max(registers, THIRD)

@@ -33,7 +33,7 @@ from trilobite.kernels.gpu.layout.words import (
 from trilobite.kernels.layer import ABSENT, Coding, Pack
 from trilobite.recipe import COMPENSATORS, AnyFormat, Format, LatticeFormat
 
-GROUPS = (32, 64)
+GROUPS = (16, 32, 64)
 """Group sizes below a chunk that the kernels know; besides multiples of 128, and one group a row."""
 RANKS = 32
 """Ranks of U in a block."""
@@ -73,8 +73,8 @@ def check_format(fmt: AnyFormat, shape: tuple[int, int], name: str = "weight") -
     group = fmt.group_size(shape[1])
     if group not in GROUPS and group % CHUNK and group != shape[1]:
         raise ShapeError(
-            f"{name}: {fmt} has groups of {group} columns; the GPU kernels know groups of 32, 64, multiples of 128 and "
-            "whole rows: compress with --group-size 64, or run on the CPU"
+            f"{name}: {fmt} has groups of {group} columns; the GPU kernels know groups of 16, 32, 64, multiples of 128 "
+            "and whole rows: compress with --group-size 64, or run on the CPU"
         )
 
 
@@ -123,7 +123,7 @@ def _aligned(words: int) -> int:
 def _affine_parts(w: PackedWeight, fmt: Format) -> dict[PackColumn, Tensor]:
     """Codes and scales of a matrix."""
     n, k = w.shape
-    cut = fmt.group_size(k) // BLOCK * block_bytes(fmt.bits)
+    cut = affine.code_bytes(fmt, k)
     blocks, meta = w.packed[..., :cut], w.packed[..., cut:]
     bands = w.packed.shape[0]
     codes = unpack_blocks(blocks.reshape(bands, k // BLOCK, block_bytes(fmt.bits)), fmt.bits)[:n]
