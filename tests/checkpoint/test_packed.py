@@ -31,7 +31,7 @@ def finish(dst: Path) -> None:
         for unit in UNITS:
             if unit.name not in writer.done:
                 writer.write(unit, [DATA], {})
-        writer.finish(config={}, notes={"trilobite.json": "{}"}, companions=[])
+        writer.finish(config={}, notes={"trilobite.json": "{}"}, companions={})
     found = load_file(dst / "model-00001-of-00001.safetensors")
     assert torch.equal(found["a"], DATA)
     assert torch.equal(found["b"], DATA)

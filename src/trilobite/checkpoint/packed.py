@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite.checkpoint.checksums import CHECKSUMS, of_tensors
 from trilobite.checkpoint.files import explained, locked, write_at, write_whole
 from trilobite.checkpoint.layout import Shard, StoredTensor, Unit, make_shards
 from trilobite.checkpoint.source import DTYPES
@@ -142,14 +143,17 @@ class PackedWriter:
         """
         shard, offset = self._offsets[unit.name]
         with explained(self.dst), self._busy():
+            data = []
             for planned, tensor in zip(unit.tensors, tensors, strict=True):
                 _check(planned, tensor)
-                write_at(self._files[shard], _bytes(tensor), offset)
+                data.append((planned.name, _bytes(tensor)))
+                write_at(self._files[shard], data[-1][1], offset)
                 offset += planned.nbytes
+            sums = of_tensors(unit.name, data)
             with self._lock:
                 if self._closed:
                     return
-                row = {"name": unit.name, **record}
+                row = {"name": unit.name, **record, CHECKSUMS: sums}
                 self._pending.append(row)
                 self.done[unit.name] = row
                 if time.monotonic() - self._committed > COMMIT_SECONDS:
@@ -178,7 +182,9 @@ class PackedWriter:
                     for planned in unit.tensors:
                         if (tensor := tensors.get(planned.name)) is not None:
                             _check(planned, tensor)
-                            write_at(self._files[shard.name], _bytes(tensor), offset)
+                            data = _bytes(tensor)
+                            write_at(self._files[shard.name], data, offset)
+                            self.done[unit.name][CHECKSUMS] |= of_tensors(unit.name, [(planned.name, data)])
                         offset += planned.nbytes
             for handle in self._files.values():
                 os.fdatasync(handle)
@@ -206,25 +212,25 @@ class PackedWriter:
         self._committed = time.monotonic()
 
     def finish(
-        self, *, config: Mapping[str, Any], notes: Mapping[str, str], companions: Sequence[Path]
+        self, *, config: Mapping[str, Any], notes: Mapping[str, str], companions: Mapping[str, bytes]
     ) -> None:
         """All units are written: add index, notes, tokenizer files and config, and move the files to their names.
 
-        notes: texts by file name, `trilobite.json` among them
+        notes: texts by file name, `trilobite.json` among them    companions: tokenizer files by name
         """
         missing = [u.name for s in self._shards for u in s.units if u.name not in self.done]
         assert not missing, f"{len(missing)} units are missing, first {missing[0]}"
         self.commit()
         with explained(self.dst):
-            for companion in companions:
-                self._add(companion.name, companion.read_bytes())
+            for name, data in companions.items():
+                self._add(name, data)
             for shard in self._shards:
                 if (self.work / shard.name).exists():
                     os.replace(self.work / shard.name, self.dst / shard.name)
-            self._add("model.safetensors.index.json", _json(self._index()))
+            self._add("model.safetensors.index.json", as_json(self._index()))
             for name, text in notes.items():
                 self._add(name, text.encode())
-            self._add("config.json", _json(config))
+            self._add("config.json", as_json(config))
             shutil.rmtree(self.work)
 
     def _add(self, name: str, data: bytes) -> None:
@@ -258,7 +264,7 @@ def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
                 "or choose another destination"
             )
         return
-    write_whole(record, _json(identity))
+    write_whole(record, as_json(identity))
 
 
 def _read_identity(dst: Path, record: Path) -> dict[str, Any]:
@@ -305,8 +311,15 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
-def _json(data: Mapping[str, Any]) -> bytes:
+def as_json(data: Mapping[str, Any]) -> bytes:
+    """A JSON file's bytes."""
     return (json.dumps(data, indent=2) + "\n").encode()
+
+
+def report_text(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """JSON that people read and compare: the head over several lines, then `tensors`, one line each."""
+    lines = ",\n    ".join(json.dumps(row) for row in rows)
+    return f'{json.dumps(head, indent=2)[:-2]},\n  "tensors": [\n    {lines}\n  ]\n}}\n'
 
 
 def read_report(path: Path) -> dict[str, Any]:

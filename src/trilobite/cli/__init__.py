@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trilobite.cli import bench, compress, evaluate, inspect, offload, report, run, serve, translate
+from trilobite.cli import bench, compress, evaluate, inspect, offload, report, run, serve, translate, verify
 from trilobite.cli.streams import fail, standard_streams
 from trilobite.errors import TrilobiteError
 
@@ -25,6 +25,7 @@ for command in (
     compress.recipes,
     inspect.inspect,
     report.report,
+    verify.verify,
     run.generate,
     run.chat,
     translate.translate,

@@ -6,8 +6,7 @@ import warnings
 from torch import nn
 from transformers import PreTrainedModel
 
-from trilobite.checkpoint.packed import REPORT
-from trilobite.quantize.plan.plan import tensors_json
+from trilobite.checkpoint.packed import REPORT, report_text
 from trilobite.recipe import Role
 from trilobite.runtime.modules.dequantize import dense_linear
 from trilobite.runtime.modules.linear import PackedLinear
@@ -59,4 +58,4 @@ def _resized(report: str, before: int, rows: int, itemsize: int) -> str:
                 "bytes": rows * columns * itemsize,
                 "kept": f"resized from {before} tokens",
             }
-    return tensors_json(head, lines)
+    return report_text(head, lines)

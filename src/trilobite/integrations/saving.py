@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from trilobite.checkpoint.files import explained, write_whole
 from trilobite.checkpoint.guard import guarded
 from trilobite.checkpoint.packed import REPORT
+from trilobite.checkpoint.verify import refreshed
 from trilobite.errors import DestinationError
 from trilobite.quantize.run.card import CARD, is_ours
 
@@ -44,6 +45,10 @@ def save_packed(
     folder = Path(save_directory)
     config = guarded(json.loads((folder / "config.json").read_bytes()))
     with explained(folder):
+        if (
+            REPORT in notes
+        ):  # other weights may have been put in since, and the tokenizer's files are another's
+            notes = {**notes, REPORT: refreshed(notes[REPORT], folder)}
         for name, text in {**notes, "config.json": json.dumps(config, indent=2) + "\n"}.items():
             if name != CARD or is_ours(folder / CARD):
                 write_whole(folder / name, text.encode())

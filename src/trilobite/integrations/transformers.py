@@ -182,7 +182,7 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             self.source, plan.recipe, torch.device("cpu"), frequency=None, calibration=None
         )
         done = {line.matrix.name: self.records.get(line.matrix.name, {}) for line in plan.lines}
-        made = packed_report(self.source, str(self.source.path), plan, identity, done, {})
+        made = packed_report(self.source, str(self.source.path), plan, identity, done, {}, {})
         return {REPORT: made, CARD: model_card(json.loads(made), self.source.config)}
 
 

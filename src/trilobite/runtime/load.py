@@ -20,6 +20,7 @@ from trilobite.checkpoint.layout import ALIGN
 from trilobite.checkpoint.packed import REPORT, check_finished, check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.checkpoint.unpack import UNPACKABLE, quantization_of
+from trilobite.checkpoint.verify import check_intact
 from trilobite.errors import CheckpointError, DeviceError, OffloadError, TrilobiteError
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
@@ -40,6 +41,7 @@ def load(
     activations: str = "exact",
     threads: int | None = None,
     memory: str | int | Offload | None = None,
+    verify: bool = False,
 ) -> PreTrainedModel:
     """Load a packed or an original checkpoint for inference.
 
@@ -51,6 +53,7 @@ def load(
     their products to 8 bits; default: as many threads as torch
     memory: run in so much of it, experts streaming from the disk: bytes, "8GiB", "auto" (only where the model does not
     fit), or an `Offload` with more to say; for packed checkpoints on the CPU
+    verify: read a packed checkpoint whole first, and compare it with its checksums
     Raises CheckpointError, FormatVersionError, ArchitectureError, SettingError; where memory ends, DeviceError or
     OffloadError.
     """
@@ -65,6 +68,8 @@ def load(
         check_version(quantization.get("format_version"), str(source.path))
         if (source.path / REPORT).exists():
             read_report(source.path)
+    if verify:
+        check_intact(source)
     tensors = map_tensors(source)
     config = read_config(source)
     if packed:

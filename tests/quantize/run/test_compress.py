@@ -508,7 +508,7 @@ def test_pieces_of_a_write_are_put_together(tmp_path: Path, monkeypatch: pytest.
     data = torch.arange(63, dtype=torch.uint8).view(7, 9)
     with PackedWriter(tmp_path / "dst", [unit], {}) as writer:
         writer.write(unit, [data], {})
-        writer.finish(config={}, notes={}, companions=[])
+        writer.finish(config={}, notes={}, companions={})
     assert torch.equal(tensors_of(tmp_path / "dst")["a_packed"], data)
 
 

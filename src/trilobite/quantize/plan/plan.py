@@ -1,6 +1,5 @@
 """Recipe + checkpoint -> Plan: one line for every tensor, with its bytes, before anything is quantized."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trilobite.checkpoint.layout import StoredTensor
+from trilobite.checkpoint.packed import report_text
 from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.errors import ArchitectureError, CheckpointError, RecipeError, ShapeError
@@ -328,10 +328,4 @@ def _with_rank(line: PlanLine, rank: int, recipe: Recipe) -> PlanLine:
 def plan_json(plan: Plan) -> str:
     """The plan as JSON."""
     data = plan.to_dict()
-    return tensors_json(data, data.pop("tensors"))
-
-
-def tensors_json(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """JSON that people read and compare: the head over several lines, then `tensors`, one line each."""
-    lines = ",\n    ".join(json.dumps(row) for row in rows)
-    return f'{json.dumps(head, indent=2)[:-2]},\n  "tensors": [\n    {lines}\n  ]\n}}\n'
+    return report_text(data, data.pop("tensors"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trilobite.checkpoint.layout import Unit
-from trilobite.checkpoint.packed import PARTIAL, REPORT, TIMES, PackedWriter
+from trilobite.checkpoint.packed import PARTIAL, REPORT, TIMES, PackedWriter, as_json
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.formats.bitpack import ROWS
@@ -127,12 +127,14 @@ def compress(
             tuned=TunedStore(writer.work, writer.note),
         )
         fresh = _pack(work, calibrator)
-        report = packed_report(source, src, plan, identity, writer.done, work.tuned.records)
         config = packed_config(source, recipe.name)
+        companions = {path.name: path.read_bytes() for path in source.companions()}
+        files = {"config.json": as_json(config), **companions}
+        report = packed_report(source, src, plan, identity, writer.done, work.tuned.records, files)
         notes = {REPORT: report, TIMES: times_json(writer.done)}
         if is_ours(dst / CARD):
             notes[CARD] = model_card(json.loads(report), config)
-        writer.finish(config=config, notes=notes, companions=source.companions())
+        writer.finish(config=config, notes=notes, companions=companions)
     return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=fresh)
 
 

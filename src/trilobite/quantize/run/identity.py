@@ -32,7 +32,7 @@ def run_identity(
     calibration: the identity of one, for recipes that need it
     """
     kernels = f"kernels {cpu_quantize.tier()}" if device.type == "cpu" else f"torch on {device.type}"
-    code = f"trilobite {trilobite.__version__}, format {FORMAT_VERSION} with rows"
+    code = f"trilobite {trilobite.__version__}, format {FORMAT_VERSION} with rows and checksums"
     identity: dict[str, Any] = {
         "source": source.fingerprint(),
         "recipe": recipe.to_dict(),

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trilobite.checkpoint.checksums import CHECKSUMS, of_files
 from trilobite.checkpoint.guard import guarded
-from trilobite.checkpoint.packed import FORMAT_VERSION
+from trilobite.checkpoint.packed import FORMAT_VERSION, report_text
 from trilobite.checkpoint.source import Source
-from trilobite.quantize.plan.plan import Plan, describe, tensors_json
+from trilobite.quantize.plan.plan import Plan, describe
 from trilobite.quantize.run.card import base_license
 
 
@@ -47,10 +48,12 @@ def packed_report(
     identity: Mapping[str, Any],
     done: Mapping[str, Mapping[str, Any]],
     tuned: Mapping[str, Mapping[str, Any]],
+    files: Mapping[str, bytes],
 ) -> str:
     """trilobite.json: the plan as executed. Without clocks or paths, so that equal runs give equal bytes.
 
     src: what the original was called by    done: records by tensor name    tuned: how fine-tuning went, by part
+    files: what stands beside it, by name
     """
     head: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -62,8 +65,10 @@ def packed_report(
         head["license"] = licence
     if tuned:
         head["finetune"] = {part: dict(record) for part, record in sorted(tuned.items())}
+    if files:
+        head[CHECKSUMS] = of_files(files)
     rows = []
     for line in plan.lines:
         record = {k: v for k, v in done[line.matrix.name].items() if k not in ("name", "seconds")}
         rows.append(describe(line, plan.recipe.compensator) | record)
-    return tensors_json(head, rows)
+    return report_text(head, rows)

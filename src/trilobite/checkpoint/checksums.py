@@ -1,0 +1,27 @@
+"""Checksums of what a packed checkpoint holds, one for every tensor and one for every file beside them.
+
+They stand in trilobite.json and tell damage, by disks and copies. They do not tell malice: whoever changes a tensor can
+change its checksum.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+CHECKSUMS = "checksums"
+"""Key of trilobite.json. In the row of a tensor of the original: by what names of packed tensors add to its own; in the
+head: by file name."""
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """CRC-32 of some bytes, as 8 hexadecimal digits."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def of_tensors(name: str, tensors: Iterable[tuple[str, memoryview]]) -> dict[str, str]:
+    """Checksums of what one tensor was packed into. name: its own    tensors: name and bytes of each."""
+    return {stored.removeprefix(name): checksum(data) for stored, data in tensors}
+
+
+def of_files(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Checksums of files by name."""
+    return {name: checksum(data) for name, data in sorted(files.items())}
