@@ -381,8 +381,8 @@ def test_kill_9(finished: Path, mixtral: Path, tmp_path: Path) -> None:
     for attempt in range(5):
         before = journaled(dst)
         child = slow_child(mixtral, dst)
-        while attempt == 4 and journaled(dst) == before:  # once in the middle of the work, however slow the machine
-            time.sleep(0.01)
+        while attempt == 4 and journaled(dst) == before:
+            time.sleep(0.01)  # once a kill meets finished work, however slow the machine
         time.sleep(chance.uniform(0.02, 0.5) if attempt < 4 else 0)
         os.kill(child, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
