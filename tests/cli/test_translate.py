@@ -1,7 +1,9 @@
 """`trilobite translate`: lines in, lines out; every mistake is one line and a status."""
 
 import io
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +40,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Call `trilobite translate ... < text` in this process."""
 
     def call(*args: object, text: bytes = TEXT) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["trilobite", "translate", *map(str, args)])
+        command = [] if args[0] == "generate" else ["translate"]
+        monkeypatch.setattr(sys, "argv", ["trilobite", *command, *map(str, args)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
         status: object = 0
         try:
@@ -224,3 +227,16 @@ main()
     assert made.returncode == 130
     assert made.stdout.count(b"\n") == 4, "three sentences and the empty line"
     assert made.stderr == b"interrupted: 4 of 7 sentences are printed; -o FILE would be continued\n"
+
+
+def test_generate_reads_the_prompt_as_a_source(run: Run, model: Path, tmp_path: Path) -> None:
+    """The prompt is printed apart; beams in generation_config.json do no harm."""
+    shutil.copytree(model, tmp_path / "beams")
+    settings = tmp_path / "beams" / "generation_config.json"
+    config = json.loads(settings.read_text())
+    settings.write_text(json.dumps(config | {"num_beams": 4, "num_return_sequences": 2}))
+    expected = run(model, "--beams", 1, "--max-ratio", 9, text=b"a cat").out
+    for folder in (model, tmp_path / "beams"):
+        made = run("generate", folder, "a cat", "-n", LONGEST)
+        assert made.status == 0, made.err
+        assert made.out == "a cat\n" + expected

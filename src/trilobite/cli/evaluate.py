@@ -10,10 +10,15 @@ from trilobite.cli.console import Progress, note, number, print_json, print_tabl
 from trilobite.cli.memory import MemoryOption, load_within, place_of
 from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
 from trilobite.cli.run import ModelArgument
+from trilobite.cli.translate import BeamsOption, FromOption, ToOption
 from trilobite.errors import DestinationError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trilobite.evaluate.perplexity import Score
+    from trilobite.evaluate.translation import TranslationScore
+    from trilobite.runtime.translate.translator import Translator
 
 TextOption = Annotated[Path | None, typer.Option("--text", help="A UTF-8 text file.", metavar="FILE")]
 WindowOption = Annotated[
@@ -39,6 +44,13 @@ ReferenceOption = Annotated[
 TasksOption = Annotated[
     str | None, typer.Option(help="Benchmarks, separated by commas, for example piqa,mmlu.", metavar="A,B")
 ]
+TranslationOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        help="Two UTF-8 files, line by line: sentences, and what they are in the other language.",
+        metavar="SOURCE TARGET",
+    ),
+]
 DataOption = Annotated[
     Path | None, typer.Option(help="Folder of the task files; without it they are downloaded.", metavar="DIR")
 ]
@@ -53,8 +65,13 @@ def evaluate(
     tasks: TasksOption = None,
     data: DataOption = None,
     limit: Annotated[
-        int | None, typer.Option(help="Only the first N items of each task.", min=1, metavar="N")
+        int | None,
+        typer.Option(help="Only the first N items of each task, or sentences.", min=1, metavar="N"),
     ] = None,
+    translation: TranslationOption = None,
+    to: ToOption = None,
+    source: FromOption = None,
+    beams: BeamsOption = 5,
     device: DeviceOption = "auto",
     activations: ActivationsOption = "exact",
     memory: MemoryOption = "auto",
@@ -63,35 +80,48 @@ def evaluate(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure a model on a text or on benchmark tasks.
+    """Measure a model on a text, on benchmark tasks, or by its translations.
 
     Perplexity is OPTQ's: the whole text in windows without overlap. --reference also measures the distance to
-    the original model, which shows small losses that perplexity hides.
+    the original model, which shows small losses that perplexity hides. Translations are measured by BLEU and chrF.
 
     \b
     Example: trilobite eval mixtral-3bit --text wiki.test.txt --reference mistralai/Mixtral-8x7B-v0.1
+    Example: trilobite eval nllb-moe-3bit --translation test.en test.de --to de --reference facebook/nllb-moe-54b
     """
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    if text is None and not names:
-        raise typer.BadParameter("give --text FILE, --tasks A,B, or both")
-    if reference and text is None:
-        raise typer.BadParameter("--reference goes with --text")
-    if not names and (data or limit):
+    if text is None and not names and translation is None:
+        raise typer.BadParameter("give --text FILE, --tasks A,B, or --translation SOURCE TARGET")
+    if reference and text is None and translation is None:
+        raise typer.BadParameter("--reference goes with --text and --translation")
+    if not names and (data or (limit and translation is None)):
         raise typer.BadParameter(f"--{'data' if data else 'limit'} goes with --tasks")
     if save:
         check_destination(Path(model))
+    if translation is None and (to or source):
+        raise typer.BadParameter(f"--{'to' if to else 'from'} goes with --translation")
     from trilobite import load
     from trilobite.evaluate.measure import default_context, fitting_batch, score_file
     from trilobite.evaluate.tasks import load_tasks, run_tasks
     from trilobite.runtime.load import load_tokenizer
+    from trilobite.runtime.translate.translator import Search, Translator
 
     found: dict[str, Any] = {"model": model}
     with quiet():
         on = usable_device(place_of(device, memory))
         ready = load_tasks(names, data=data) if names else {}
+        pairs = _pairs(translation, limit) if translation else None
         loaded = load_within(model, memory, device=on, activations=activations)
         tokenizer = load_tokenizer(model)
         original = load(reference, device=on) if reference else None
+        if pairs is not None:
+            search = Search(beams=beams, batch=batch or Search.batch)
+            by = [
+                Translator(m, tokenizer, to=to, source=source, search=search) for m in (loaded, original) if m
+            ]
+            found["translation"] = _score_translations(by, pairs) | {
+                "files": list(map(str, translation or ()))
+            }
         context = context or default_context(2048, *filter(None, (loaded, original)))
         if text is not None:
             with Progress() as bars:
@@ -136,11 +166,38 @@ def _print_found(found: dict[str, Any], json: bool) -> None:
         return
     if "text" in found:
         _print_score(found)
+    if "translation" in found:
+        _print_translation(found["model"], found["translation"])
     if "tasks" in found:
         _print_tasks(found["tasks"])
 
 
-def _plain(score: "Score") -> dict[str, Any]:
+def _pairs(files: tuple[Path, Path], limit: int | None) -> tuple[list[str], list[str]]:
+    """Sentences and references, as many as asked for; what is missing shows before a model is loaded."""
+    from trilobite.evaluate.translation import check_scorer, read_pairs
+
+    check_scorer()
+    sources, references = read_pairs(*files)
+    return sources[:limit], references[:limit]
+
+
+def _score_translations(
+    translators: "Sequence[Translator]", pairs: tuple[list[str], list[str]]
+) -> dict[str, Any]:
+    """Of the model, and with a reference also of that one. translators: the model's, and perhaps the original's."""
+    from trilobite.evaluate.translation import score_translations
+
+    scores = []
+    with Progress() as bars:
+        for name, translator in zip(("sentences", "sentences, reference"), translators, strict=False):
+            scores.append(score_translations(translator, *pairs, progress=bars.step(name)))
+    found = {"beams": translators[0].search.beams} | _plain(scores[0])
+    for original in scores[1:]:
+        found |= {"reference_bleu": original.bleu, "reference_chrf": original.chrf}
+    return found
+
+
+def _plain(score: "Score | TranslationScore") -> dict[str, Any]:
     from dataclasses import asdict
 
     return {key: value for key, value in asdict(score).items() if value is not None}
@@ -156,6 +213,18 @@ def _print_score(found: dict[str, Any]) -> None:
     rows.append(("seconds", number(found["seconds"], 1)))
     title = f"{found['model']} on {found['text']}, {found['windows']} windows of {found['context']} tokens"
     print_table(("", ""), rows, title=title)
+
+
+def _print_translation(model: str, found: dict[str, Any]) -> None:
+    columns = ["", "BLEU", "chrF"]
+    rows = [[model, number(found["bleu"], 2), number(found["chrf"], 2)]]
+    if "reference_bleu" in found:
+        pairs = [(found[name], found[f"reference_{name}"]) for name in ("bleu", "chrf")]
+        rows.append(["reference", *(number(theirs, 2) for _, theirs in pairs)])
+        rows.append(["difference", *(f"{ours - theirs:+.2f}" for ours, theirs in pairs)])
+    speed = found["sentences"] / max(found["seconds"], 1e-9)
+    title = f"{' -> '.join(found['files'])}, {found['sentences']} sentences, beams {found['beams']}"
+    print_table(columns, rows, title=f"{title}, {speed:.1f} sentences/s")
 
 
 def _print_tasks(tasks: dict[str, dict[str, float]]) -> None:

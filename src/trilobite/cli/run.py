@@ -140,7 +140,8 @@ def generate(
         speculation = {"guesses": guesses, "ahead": ahead}
         loaded = load_within(model, memory, device=place, activations=activations, **speculation)
         tokenizer, metrics = load_tokenizer(model), Metrics(loaded)
-        echo = _Echo(prompt)
+        apart = "\n" if loaded.config.is_encoder_decoder else ""  # the prompt is a source, no beginning
+        echo = _Echo(prompt + apart)
         made = runtime.generate(
             loaded,
             tokenizer,

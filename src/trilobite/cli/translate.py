@@ -13,7 +13,7 @@ from trilobite.cli.console import Progress, note, quiet
 from trilobite.cli.memory import MemoryOption, load_within, place_of
 from trilobite.cli.options import ActivationsOption, DeviceOption, usable_device
 from trilobite.cli.run import ModelArgument
-from trilobite.errors import DestinationError, PromptError
+from trilobite.errors import DestinationError
 from trilobite.signals import tell_state
 
 if TYPE_CHECKING:
@@ -133,22 +133,13 @@ def translate(
 
 def _read(output: Path | None) -> list[str]:
     """The lines of standard input. Raises PromptError for bytes that are no text."""
+    from trilobite.runtime.translate.lines import read_lines
+
     if output is not None and output.exists() and os.path.samestat(os.fstat(0), output.stat()):
         raise DestinationError(f"{output}: is the input itself; choose another file")
     if sys.stdin.isatty():
         note("one sentence a line; Ctrl-D ends the input")
-    lines = sys.stdin.buffer.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    sentences = []
-    for number, line in enumerate(lines, 1):
-        try:
-            sentences.append(line.removesuffix(b"\r").decode())
-        except UnicodeDecodeError as e:
-            raise PromptError(
-                f"line {number}: not UTF-8 at byte {e.start + 1}; convert the input with iconv"
-            ) from e
-    return sentences
+    return read_lines(sys.stdin.buffer.read())
 
 
 def _made_of(

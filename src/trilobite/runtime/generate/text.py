@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.errors import CheckpointError, DeviceError, PromptError, TrilobiteError
@@ -103,6 +103,7 @@ def generate(
 ) -> Generated:
     """Continue a prompt by at most `tokens` tokens, fewer where the model's context ends.
 
+    What an encoder-decoder model is given is no beginning of its text, but the source.
     cache: of this model; it may remember the beginning of the prompt, or let the step be compiled
     Raises PromptError for a prompt that is empty, or that leaves no room in the context.
     """
@@ -128,6 +129,8 @@ def continue_ids(
     length = ids.shape[1] + most
     with _memory_for(length, model.device):
         past = None if cache is None else cache.ready(ids, length, context_length(model))
+    if past is None and model.config.is_encoder_decoder:  # transformers' own counts the encoder's layers
+        past = EncoderDecoderCache(DynamicCache(), DynamicCache())
     remembered = 0 if past is None else int(past.get_seq_length())
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
@@ -227,7 +230,7 @@ def _room(model: PreTrainedModel, ids: Tensor) -> int:
         raise PromptError(
             f"the prompt has {ids.shape[1]} tokens, the model was made for {limit}; make it shorter"
         )
-    return limit - ids.shape[1]
+    return limit if model.config.is_encoder_decoder else limit - ids.shape[1]
 
 
 def _ends(model: PreTrainedModel) -> tuple[int, ...]:

@@ -1,0 +1,86 @@
+"""BLEU and chrF of a model's translations, and of the original's."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support.translators import build, save, switch, tokenizer
+
+from trilobite import cli
+from trilobite.errors import EvaluationError, MissingExtraError
+from trilobite.evaluate.translation import corpus_scores, read_pairs, score_translations
+from trilobite.runtime.translate.translator import Search, Translator
+
+SOURCES = ["a cat", "the dog", "", "two dogs run"]
+
+
+def test_a_model_is_perfect_by_its_own_translations() -> None:
+    translator = Translator(build(switch, 3), tokenizer(), search=Search(beams=2, batch=2))
+    own = [translation.texts[0] for translation in translator.translate(SOURCES)]
+    assert any(own)
+    seen: list[tuple[int, int]] = []
+    score = score_translations(translator, SOURCES, own, progress=lambda *done: seen.append(done))
+    assert score.chrf == pytest.approx(100)
+    assert score.sentences == 4
+    assert seen[-1] == (4, 4)
+    worse = score_translations(translator, SOURCES, ["no"] * 4)
+    assert worse.chrf < score.chrf
+
+
+def test_scores_are_sacrebleus() -> None:
+    bleu, chrf = corpus_scores(["A dog runs on the grass ."], ["A dog runs over the grass ."])
+    assert bleu == pytest.approx(48.89, abs=0.01)
+    assert 50 < chrf < 100
+
+
+def test_files_that_are_no_pair(tmp_path: Path) -> None:
+    one, two, bad = tmp_path / "one", tmp_path / "two", tmp_path / "bad"
+    one.write_bytes(b"a\r\nb\r\n")
+    two.write_bytes(b"a\n")
+    bad.write_bytes(b"a\n\xff\n")
+    assert read_pairs(one, one) == (["a", "b"], ["a", "b"])
+    with pytest.raises(EvaluationError, match=r"one has 2 lines, .*two 1"):
+        read_pairs(one, two)
+    with pytest.raises(EvaluationError, match="bad: line 2: not UTF-8"):
+        read_pairs(one, bad)
+    with pytest.raises(EvaluationError, match="cannot be read"):
+        read_pairs(one, tmp_path / "none")
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["trilobite", "eval", *map(str, args)])
+    status: object = 0
+    try:
+        cli.main()
+    except SystemExit as e:
+        status = e.code or 0
+    captured = capsys.readouterr()
+    return int(str(status)), captured.out, captured.err
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save(tmp_path / "model")
+    source = tmp_path / "source"
+    source.write_text("\n".join(SOURCES) + "\n")
+    args = [model, "--translation", source, source, "--beams", 2, "--reference", model]
+    status, out, err = run(monkeypatch, capsys, *args, "--json")
+    assert status == 0, err
+    found = json.loads(out)["translation"]
+    assert found["bleu"] == found["reference_bleu"]
+    assert found["sentences"] == 4
+    status, out, _ = run(monkeypatch, capsys, *args)
+    assert "+0.00" in out
+    status, _, err = run(monkeypatch, capsys, model, "--to", "de", "--text", source)
+    assert status == 2
+    assert "--to goes with --translation" in err
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    status, _, err = run(monkeypatch, capsys, *args)
+    assert status == 1
+    assert "pip install 'trilobite[eval]'" in err
+    with pytest.raises(MissingExtraError):
+        corpus_scores(["a"], ["a"])
