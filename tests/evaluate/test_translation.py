@@ -8,6 +8,7 @@ import pytest
 from support.translators import build, save, switch, tokenizer
 
 from trilobite import cli
+from trilobite.checkpoint.evaluation import read_evaluations
 from trilobite.errors import EvaluationError, MissingExtraError
 from trilobite.evaluate.translation import corpus_scores, read_pairs, score_translations
 from trilobite.runtime.translate.translator import Search, Translator
@@ -30,7 +31,8 @@ def test_a_model_is_perfect_by_its_own_translations() -> None:
 
 def test_scores_are_sacrebleus() -> None:
     bleu, chrf = corpus_scores(["A dog runs on the grass ."], ["A dog runs over the grass ."])
-    assert bleu == pytest.approx(48.89, abs=0.01)
+    # 6 of 7 words, 4 of 6 pairs, 2 of 5 triples; none of 4 fours, which sacrebleu smooths to 1/8
+    assert bleu == pytest.approx(100 * (6 / 7 * 4 / 6 * 2 / 5 * 1 / 8) ** 0.25)
     assert 50 < chrf < 100
 
 
@@ -75,6 +77,9 @@ def test_the_command(
     assert found["sentences"] == 4
     status, out, _ = run(monkeypatch, capsys, *args)
     assert "+0.00" in out
+    for beams in (2, 1, 2):
+        assert run(monkeypatch, capsys, *args, "--beams", beams, "--save")[0] == 0
+    assert [entry["translation"]["beams"] for entry in read_evaluations(model)] == [1, 2]
     status, _, err = run(monkeypatch, capsys, model, "--to", "de", "--text", source)
     assert status == 2
     assert "--to goes with --translation" in err

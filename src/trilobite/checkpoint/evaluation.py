@@ -62,9 +62,10 @@ def check_destination(folder: Path) -> None:
 
 
 def _what(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Tasks by their names, all else as it is."""
-    tasks = entry.get("tasks")
-    return *(entry.get(key) for key in WHAT[:-1]), sorted(tasks) if isinstance(tasks, dict) else None
+    """Tasks by their names, translations by their files and beams, all else as it is."""
+    tasks, translation = entry.get("tasks"), entry.get("translation")
+    made = [translation.get(key) for key in ("files", "beams")] if isinstance(translation, dict) else None
+    return *(entry.get(key) for key in WHAT[:-1]), sorted(tasks) if isinstance(tasks, dict) else None, made
 
 
 def _finite(value: Any) -> Any:

@@ -119,9 +119,8 @@ def evaluate(
             by = [
                 Translator(m, tokenizer, to=to, source=source, search=search) for m in (loaded, original) if m
             ]
-            found["translation"] = _score_translations(by, pairs) | {
-                "files": list(map(str, translation or ()))
-            }
+            files = [path.name for path in translation or ()]
+            found["translation"] = {"files": files} | _score_translations(by, pairs)
         context = context or default_context(2048, *filter(None, (loaded, original)))
         if text is not None:
             with Progress() as bars:
