@@ -25,7 +25,7 @@ from trilobite.recipe import PRESETS, Recipe, needs_calibration
 from trilobite.runtime.load import load, load_tokenizer
 
 FREQUENCY_TOKENS = 65_536
-Frequency = dict[int, list[int]]
+Frequency = dict[str, list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)

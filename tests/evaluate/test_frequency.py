@@ -55,11 +55,11 @@ def ids() -> Tensor:
 
 
 @torch.no_grad()
-def expected(model: PreTrainedModel, ids: Tensor) -> dict[int, list[int]]:
+def expected(model: PreTrainedModel, ids: Tensor) -> dict[str, list[int]]:
     """From the routers' own weights and inputs, one window at a time."""
-    counts: dict[int, list[int]] = {}
+    counts: dict[str, list[int]] = {}
 
-    def look(layer: int, router: nn.Module, hidden: Tensor) -> None:
+    def look(layer: str, router: nn.Module, hidden: Tensor) -> None:
         logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T + getattr(router, "bias", 0)
         for expert in logits.topk(ACTIVE).indices.flatten().tolist():
             counts.setdefault(layer, [0] * EXPERTS)[expert] += 1
@@ -68,7 +68,7 @@ def expected(model: PreTrainedModel, ids: Tensor) -> dict[int, list[int]]:
     for number, layer in enumerate(model.model.layers):
         router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
         if router is not None:
-            hooks.append(router.register_forward_pre_hook(lambda m, a, n=number: look(n, m, a[0])))
+            hooks.append(router.register_forward_pre_hook(lambda m, a, n=str(number): look(n, m, a[0])))
     for window in ids:
         model(window[None])
     for hook in hooks:
@@ -76,7 +76,9 @@ def expected(model: PreTrainedModel, ids: Tensor) -> dict[int, list[int]]:
     return counts
 
 
-@pytest.mark.parametrize(("build", "layers"), [(mixtral, [0, 1, 2]), (qwen, [1, 2]), (gpt_oss, [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("build", "layers"), [(mixtral, ["0", "1", "2"]), (qwen, ["1", "2"]), (gpt_oss, ["0", "1", "2"])]
+)
 @pytest.mark.parametrize("batch", [1, 2, 100])
 def test_counts_are_the_routers_choices(build, layers, batch, ids):
     torch.manual_seed(1)
@@ -100,16 +102,20 @@ def test_a_router_that_loves_one_expert(ids):
             1
         ].post_attention_layernorm.weight.zero_()  # equal logits: top-k keeps its own order
     after = expert_frequency(model, ids, batch=5)
-    assert after[0] == before[0]
-    assert sorted(after[1]) == [0] * (EXPERTS - ACTIVE) + [WINDOWS * CONTEXT] * ACTIVE
+    assert after["0"] == before["0"]
+    assert sorted(after["1"]) == [0] * (EXPERTS - ACTIVE) + [WINDOWS * CONTEXT] * ACTIVE
 
 
 def test_no_expert_is_not_counted():
     counts = torch.zeros(3, dtype=torch.int64)
     index = torch.tensor([[0, 3], [2, 3], [0, 1]], dtype=torch.int32)
-    _count(counts, nn.Identity(), (torch.zeros(3, 4), index), {})
-    _count(counts, nn.Identity(), (torch.zeros(3, 4),), {"top_k_index": index})
+    _count(counts, {}, "3", nn.Identity(), (torch.zeros(3, 4), index), {})
+    _count(counts, {}, "3", nn.Identity(), (torch.zeros(3, 4),), {"top_k_index": index})
     assert counts.tolist() == [4, 2, 2]
+    _count(
+        counts, {"encoder": torch.tensor([True, False, True])}, "encoder", nn.Identity(), (None, index), {}
+    )
+    assert counts.tolist() == [6, 3, 2]
 
 
 def test_hooks_go_away_even_after_a_failure(ids):
@@ -127,7 +133,7 @@ def test_a_dense_model_is_refused(ids):
 
 def test_a_file_comes_back(tmp_path):
     path = tmp_path / "frequency.json"
-    counts = {1: [3, 0, 5], 12: [8, 0, 0]}
+    counts = {"1": [3, 0, 5], "12": [8, 0, 0], "decoder.1": [0, 1, 2]}
     save_frequency(path, counts, model_name="tiny", text="wiki.txt", tokens=4)
     assert load_frequency(path) == counts
     document = json.loads(path.read_text())
@@ -136,18 +142,18 @@ def test_a_file_comes_back(tmp_path):
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "frequency.json"
-    save_frequency(path, {0: [1]}, model_name="a", text="t", tokens=1)
+    save_frequency(path, {"0": [1]}, model_name="a", text="t", tokens=1)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(DestinationError, match=r"No space left"):
-        save_frequency(path, {0: [2]}, model_name="b", text="t", tokens=1)
-    assert load_frequency(path) == {0: [1]}
+        save_frequency(path, {"0": [2]}, model_name="b", text="t", tokens=1)
+    assert load_frequency(path) == {"0": [1]}
     assert os.listdir(tmp_path) == ["frequency.json"]
     with pytest.raises(DestinationError, match=r"cannot be written"):
-        save_frequency(tmp_path / "no" / "f.json", {0: [2]}, model_name="b", text="t", tokens=1)
+        save_frequency(tmp_path / "no" / "f.json", {"0": [2]}, model_name="b", text="t", tokens=1)
 
 
 GOOD = {"kind": "trilobite expert frequency", "version": 1, "layers": {"0": [1, 2]}}

@@ -134,6 +134,7 @@ TINY_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts=EXPERTS,
         num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=1,
+        decoder_start_token_id=0,
     ),
 }
 """model_type -> its tiny configuration. Called, not stored: a configuration can be changed by its model."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from trilobite.checkpoint.layers import layer_key, layer_number, stack_of
 from trilobite.checkpoint.source import Source
 from trilobite.checkpoint.unpack import (
     MX_GROUP,
@@ -108,7 +109,6 @@ INTERLEAVED = ("gpt_oss",)
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)\.")
 _EXPERT_INDEX = re.compile(r"\.experts\.(?:expert_)?(\d+)\.")
 _ROLE_ORDER = (
     Role.EMBEDDING,
@@ -158,6 +158,11 @@ class Matrix:
     view: View
 
     @property
+    def layer_key(self) -> str | None:
+        """Its layer as files and reports call it, which tells an encoder's from a decoder's."""
+        return layer_key(self.name)
+
+    @property
     def quantizable(self) -> bool:
         """Whether this is a weight matrix. The plan decides whether it is quantized."""
         known = self.role not in (Role.NORM, Role.OTHER)
@@ -201,7 +206,7 @@ def identify(
             index = _EXPERT_INDEX.search(name) if match.role is Role.EXPERT else None
             expert = int(index[1]) if index else None
             matrices.append(
-                Matrix(name, match.role, _layer(name), expert, match.projection, info.shape, name, view)
+                Matrix(name, match.role, layer_number(name), expert, match.projection, info.shape, name, view)
             )
     if unmatched and not keep_unmatched:
         unmatched.sort(key=_natural)
@@ -298,7 +303,7 @@ def _cut_experts(source: Source, name: str, projection: str | None, view: View) 
         Matrix(
             name=f"{path}.{e}.{part}_proj.weight" if part else f"{name.removesuffix('.weight')}.{e}.weight",
             role=Role.EXPERT,
-            layer=_layer(name),
+            layer=layer_number(name),
             expert=e,
             projection=part,
             shape=(n if half is None else n // 2, k),
@@ -365,11 +370,6 @@ def _model_type(source: Source) -> str:
     return str(source.config.get("model_type", "unknown"))
 
 
-def _layer(name: str) -> int | None:
-    m = _LAYER.search(name)
-    return int(m[1]) if m else None
-
-
 def _order(m: Matrix) -> tuple[object, ...]:
     """Embedding, then layer by layer (encoder before decoder), then what belongs to no layer, the head last.
 
@@ -377,7 +377,7 @@ def _order(m: Matrix) -> tuple[object, ...]:
     """
     inside = m.layer is not None
     place = 1 if inside else {Role.EMBEDDING: 0, Role.HEAD: 3}.get(m.role, 2)
-    stack = _LAYER.split(m.name, maxsplit=1)[0] if inside else ""
+    stack = stack_of(m.name)
     return (
         place,
         "encoder" not in stack,

@@ -8,7 +8,7 @@ import typer
 from trilobite.checkpoint.evaluation import check_destination
 from trilobite.cli.console import Progress, note, number, print_json, print_table, quiet
 from trilobite.cli.memory import MemoryOption, load_within, place_of
-from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, usable_device
+from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, TargetTextOption, usable_device
 from trilobite.cli.run import ModelArgument
 from trilobite.cli.translate import BeamsOption, FromOption, ToOption
 from trilobite.errors import DestinationError
@@ -244,14 +244,18 @@ def stats(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Where to write the frequencies (JSON).", metavar="FILE")
     ] = Path("stats.json"),
+    target: TargetTextOption = None,
     context: WindowOption = None,
-    samples: Annotated[int | None, typer.Option(help="Only the first N windows.", min=1, metavar="N")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Only the first N windows, or pairs of lines.", min=1, metavar="N")
+    ] = None,
     device: DeviceOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Count how often a text uses each expert.
 
-    Recipes with a frequency-r rank need the file that this writes.
+    Recipes with a frequency-r rank need the file that this writes. An encoder-decoder reads pairs: --text has
+    the sentences, --target-text their translations, line by line.
 
     \b
     Example: trilobite stats deepseek-ai/deepseek-moe-16b-base --text sample.txt -o stats.json
@@ -264,31 +268,28 @@ def stats(
         raise DestinationError(f"{output}: is the text itself; choose another file for the counts")
     from trilobite import load
     from trilobite.evaluate.frequency import save_frequency
-    from trilobite.evaluate.measure import count_experts, default_context
+    from trilobite.evaluate.measure import count_experts, count_experts_of_pairs, default_context
     from trilobite.runtime.load import load_tokenizer
 
     with quiet(), Progress() as bars:
-        loaded = load(model, device=usable_device(device))
-        counts, tokens = count_experts(
-            loaded,
-            load_tokenizer(model),
-            text,
-            context=context or default_context(512, loaded),
-            samples=samples,
-            progress=bars.step("windows"),
-        )
+        loaded, tokenizer = load(model, device=usable_device(device)), load_tokenizer(model)
+        how: Any = {"samples": samples, "progress": bars.step("pairs" if target else "windows")}
+        if target is not None:
+            counts, tokens = count_experts_of_pairs(loaded, tokenizer, text, target, **how)
+        else:
+            context = context or default_context(512, loaded)
+            counts, tokens = count_experts(loaded, tokenizer, text, context=context, **how)
     save_frequency(output, counts, model_name=model, text=text.name, tokens=tokens)
     if json:
-        layers = {str(layer): c for layer, c in counts.items()}
-        print_json({"output": str(output), "tokens": tokens, "layers": layers})
+        print_json({"output": str(output), "tokens": tokens, "layers": counts})
         return
     _print_counts(counts, tokens)
     print(f"written to {output}")
 
 
-def _print_counts(counts: dict[int, list[int]], tokens: int) -> None:
+def _print_counts(counts: dict[str, list[int]], tokens: int) -> None:
     rows = [
-        (str(layer), str(len(c)), _share(c, min(c)), _share(c, max(c)), str(c.count(0)))
+        (layer, str(len(c)), _share(c, min(c)), _share(c, max(c)), str(c.count(0)))
         for layer, c in counts.items()
     ]
     columns = ("layer", "experts", "least used", "most used", "never used")

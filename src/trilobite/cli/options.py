@@ -81,6 +81,14 @@ CalibrationOption = Annotated[
         metavar="TEXT",
     ),
 ]
+TargetTextOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--target-text",
+        help="For encoder-decoders: the translation of the text, line by line.",
+        metavar="FILE",
+    ),
+]
 SamplesOption = Annotated[
     int | None, typer.Option("--samples", help="Windows drawn from the text (128).", metavar="N")
 ]
@@ -221,7 +229,7 @@ def usable_device(name: str) -> str:
     return pick_device(name).type
 
 
-def frequencies(path: Path | None) -> "Mapping[int, Sequence[int]] | None":
+def frequencies(path: Path | None) -> "Mapping[str, Sequence[int]] | None":
     """Expert frequencies from a file, where one is given."""
     if path is None:
         return None

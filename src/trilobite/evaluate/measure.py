@@ -6,9 +6,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trilobite.evaluate.frequency import expert_frequency
+from trilobite.errors import EvaluationError
+from trilobite.evaluate.frequency import expert_frequency, forced_frequency
 from trilobite.evaluate.perplexity import Score, check_windows, score, tokenize_file, windows
 from trilobite.evaluate.trace import Trace, trace
+from trilobite.models.pairs import encode_pairs, read_pairs
 from trilobite.runtime.generate.text import context_length
 
 LOGITS_BYTES = 256 * 2**20
@@ -54,11 +56,15 @@ def count_experts(
     context: int,
     samples: int | None = None,
     progress: Progress | None = None,
-) -> tuple[dict[int, list[int]], int]:
+) -> tuple[dict[str, list[int]], int]:
     """Expert frequency on the first `samples` windows of a text (None = all), and the tokens read.
 
     Raises EvaluationError as `score_file` does.
     """
+    if model.config.is_encoder_decoder:
+        raise EvaluationError(
+            f"{model.name_or_path}: an encoder-decoder model; give the translation of the text too: --target-text FILE"
+        )
     ids = windows(tokenize_file(tokenizer, text), context)[:samples]
     check_windows(model.name_or_path, model, context, int(ids.max()))
     batch = fitting_batch(model, context)
@@ -78,3 +84,19 @@ def trace_experts(
     ids = windows(tokenize_file(tokenizer, text), context)[:samples]
     check_windows(model.name_or_path, model, context, int(ids.max()))
     return replace(trace(model, ids, progress=progress), model=model.name_or_path, text=text.name)
+
+
+def count_experts_of_pairs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Path,
+    target: Path,
+    *,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[str, list[int]], int]:
+    """Expert frequency on the first `samples` pairs of two files, and the tokens read. Raises EvaluationError."""
+    pairs = encode_pairs(tokenizer, *read_pairs(text, target, EvaluationError))[:samples]
+    batch = fitting_batch(model, max(len(b) for _, b in pairs))
+    counts = forced_frequency(model, pairs, batch=batch, progress=progress)
+    return counts, sum(len(a) + len(b) for a, b in pairs)

@@ -117,7 +117,7 @@ def score(
     for name, model in runs.items():
         _check(name, model, context, int(ids.max()))
         model.eval()
-    sums = {name: _Sums() for name in runs}
+    sums = {name: Sums() for name in runs}
     for start in range(0, len(blocks), max(1, batch)):
         block = blocks[start : start + max(1, batch)]
         original: Tensor | None = None
@@ -125,62 +125,68 @@ def score(
             started = perf_counter()
             logits = original if original is not None and model is reference else _logits(model, block)
             try:
-                sums[name].add(name, logits, block, original)
-            except _NotFiniteError as e:
+                for window, rows in _chunks(*logits.shape):
+                    targets = block[window, rows.start + 1 : rows.stop + 1]
+                    rest = None if original is None else original[window, rows]
+                    sums[name].add(name, logits[window, rows], targets, rest)
+            except NotFiniteLogitsError as e:
                 raise not_finite(model, {"input_ids": block.to(model.device)}, name) from e
             sums[name].seconds += perf_counter() - started
             if name == REFERENCE:
                 original = logits
         if progress:
             progress(start + len(block), len(blocks))
-    return {name: sums[name].score(context, sums.get(REFERENCE)) for name in models}
+    return {name: _score(sums[name], sums.get(REFERENCE), blocks) for name in models}
 
 
 @dataclass
-class _Sums:
+class Sums:
     """Running sums over tokens. nll, kl: nats    same: tokens on which model and reference agree."""
 
     nll: float = 0.0
     kl: float = 0.0
     same: int = 0
-    windows: int = 0
     seconds: float = 0.0
 
-    def add(self, name: str, logits: Tensor, block: Tensor, original: Tensor | None) -> None:
-        """Add one batch. logits, original: [B, T, V], any float dtype    block: [B, T] int64."""
+    def add(self, name: str, logits: Tensor, targets: Tensor, original: Tensor | None) -> None:
+        """Add some tokens. logits, original: [R, V], any float dtype    targets: [R] int64.
+
+        Raises EvaluationError for another vocabulary, NotFiniteLogitsError.
+        """
         if original is not None and original.shape != logits.shape:
             raise EvaluationError(
                 f"{name}: vocabulary of {logits.shape[-1]}, the reference has {original.shape[-1]}; "
                 "compare a model with the checkpoint it was made from"
             )
-        for window, rows in _chunks(*logits.shape):
-            log_q = _log_softmax(logits[window, rows])
-            targets = block[window, rows.start + 1 : rows.stop + 1].to(log_q.device)
-            self.nll -= log_q.gather(1, targets[:, None]).sum(dtype=torch.float64).item()
-            if original is not None:
-                log_p = _log_softmax(original[window, rows].to(log_q.device))
-                self.same += int((log_p.argmax(1) == log_q.argmax(1)).sum())
-                self.kl += (log_q.neg_().add_(log_p).mul_(log_p.exp_())).sum(dtype=torch.float64).item()
-        self.windows += len(block)
+        log_q = _log_softmax(logits)
+        self.nll -= log_q.gather(1, targets[:, None].to(log_q.device)).sum(dtype=torch.float64).item()
+        if original is not None:
+            log_p = _log_softmax(original.to(log_q.device))
+            self.same += int((log_p.argmax(1) == log_q.argmax(1)).sum())
+            self.kl += (log_q.neg_().add_(log_p).mul_(log_p.exp_())).sum(dtype=torch.float64).item()
 
-    def score(self, context: int, reference: "_Sums | None") -> Score:
-        """The means, over all tokens seen."""
-        tokens = self.windows * (context - 1)
-        return Score(
-            perplexity=_exp(self.nll / tokens),
-            tokens=tokens,
-            windows=self.windows,
-            context=context,
-            seconds=self.seconds,
-            kl=self.kl / tokens if reference else None,
-            top1=self.same / tokens if reference else None,
-            reference_perplexity=_exp(reference.nll / tokens) if reference else None,
-        )
+
+def _score(sums: Sums, reference: Sums | None, blocks: Tensor) -> Score:
+    """The means, over all tokens seen. blocks: [W, context]"""
+    count, context = blocks.shape
+    tokens = count * (context - 1)
+    return Score(
+        perplexity=mean_perplexity(sums.nll, tokens),
+        tokens=tokens,
+        windows=count,
+        context=context,
+        seconds=sums.seconds,
+        kl=sums.kl / tokens if reference else None,
+        top1=sums.same / tokens if reference else None,
+        reference_perplexity=mean_perplexity(reference.nll, tokens) if reference else None,
+    )
 
 
 def _check(name: str, model: PreTrainedModel, context: int, last_id: int) -> None:
     if model.config.get_text_config().is_encoder_decoder:
-        raise EvaluationError(f"{name}: encoder-decoder models have no perplexity of a text; evaluate BLEU")
+        raise EvaluationError(
+            f"{name}: an encoder-decoder model; measure its translations: --translation SOURCE TARGET"
+        )
     check_windows(name, model, context, last_id)
 
 
@@ -211,16 +217,17 @@ def _chunks(batch: int, length: int, vocabulary: int) -> Iterator[tuple[int, sli
             yield window, slice(start, min(start + size, length - 1))
 
 
-class _NotFiniteError(Exception):
-    """Logits are NaN or infinite; `score` knows whose."""
+class NotFiniteLogitsError(Exception):
+    """Logits are NaN or infinite; who called the model knows whose."""
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
     """logits: [R, V], any float dtype    returns: [R, V] float32."""
     if not finite(logits):
-        raise _NotFiniteError
+        raise NotFiniteLogitsError
     return logits.float().log_softmax(-1)
 
 
-def _exp(x: float) -> float:
-    return torch.tensor(x, dtype=torch.float64).exp().item()  # math.exp raises where the answer is inf
+def mean_perplexity(nll: float, tokens: int) -> float:
+    """exp(nll / tokens); inf where that is."""
+    return torch.tensor(nll / tokens, dtype=torch.float64).exp().item()  # math.exp raises there

@@ -19,6 +19,12 @@ def _published(name: str, summary: str) -> Recipe:
     return Recipe(name=name, rules=rules, rank=rank, cap=False, summary=summary)
 
 
+def _experts_only(name: str, experts: str, summary: str) -> Recipe:
+    """Symmetric per-channel weights by the largest of each row, of the experts alone (arXiv:2211.10017, section 3.1)."""
+    rules = (Rule(roles=(Role.EXPERT,), format=Format.parse(experts), method="rtn"),)
+    return Recipe(name=name, rules=rules, summary=summary)
+
+
 def _mixed(name: str, dense: str, experts: str, summary: str) -> Recipe:
     rules = (
         Rule(roles=(Role.EXPERT,), format=Format.parse(experts)),
@@ -47,6 +53,8 @@ PRESETS: dict[str, Recipe] = {
         ),
         _published("milo-s1-paper", "MiLo-s1 with the published quantizer and ranks"),
         _published("milo-s2-paper", "MiLo-s2 with the published quantizer and ranks"),
+        _experts_only("int8-experts", "int8-channel-sym", "8-bit experts per channel, all else in 16 bit"),
+        _experts_only("int4-experts", "int4-channel-sym", "4-bit experts per channel, all else in 16 bit"),
         _mixed("mixed-4-3", "int4-g64", "int3-g64", "4-bit dense parts, 3-bit experts (MoE offloading)"),
         _mixed("mixed-4-2", "int4-g64", "int2-g64", "4-bit dense parts, 2-bit experts (MoE offloading)"),
         _preset("quip2", "e8p-2", "ldlq", "2-bit QuIP#: incoherence, lattice codes, calibrated rounding"),

@@ -250,7 +250,7 @@ def test_frequency_needs_statistics(mixtral: Source) -> None:
     recipe = body("int3-g32", rank="frequency-2", cap=False)
     with pytest.raises(RecipeError, match="trilobite stats"):
         prepare(mixtral, recipe)
-    plan = prepare(mixtral, recipe, frequency={0: [1, 1, 1, 5], 1: [2, 2, 2, 2]})
+    plan = prepare(mixtral, recipe, frequency={"0": [1, 1, 1, 5], "1": [2, 2, 2, 2]})
     ranks = {(m.layer, m.expert): line.rank for line in plan.lines if (m := line.matrix).role is Role.EXPERT}
     assert ranks == {(0, 0): 1, (0, 1): 1, (0, 2): 1, (0, 3): 5, **{(1, e): 2 for e in range(4)}}
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite.checkpoint.layers import side_of
 from trilobite.checkpoint.layout import StoredTensor
 from trilobite.checkpoint.packed import report_text
 from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
@@ -100,6 +101,8 @@ def describe(line: PlanLine, compensator: str) -> dict[str, Any]:
     row: dict[str, Any] = {"name": m.name, "role": m.role.value, "shape": list(m.shape), "bytes": line.nbytes}
     if m.layer is not None:
         row["layer"] = m.layer
+    if stack := side_of(m.name):
+        row["stack"] = stack
     if m.expert is not None:
         row["expert"] = m.expert
     if line.format is None:
@@ -118,7 +121,7 @@ def make_plan(
     matrices: Sequence[Matrix],
     recipe: Recipe,
     *,
-    frequency: Mapping[int, Sequence[int]] | None = None,
+    frequency: Mapping[str, Sequence[int]] | None = None,
     known_ranks: Mapping[str, int] | None = None,
     tuned: bool = False,
     unfit: Mapping[str, str] | None = None,
@@ -280,7 +283,7 @@ def _ranks(
     recipe: Recipe,
     policies: Sequence[tuple[str, int]],
     hidden: int,
-    frequency: Mapping[int, Sequence[int]] | None,
+    frequency: Mapping[str, Sequence[int]] | None,
     watcher: Watcher,
 ) -> dict[str, int]:
     """Rank by name for every quantized body matrix: the recipe's policies, then what single rules override."""
@@ -300,7 +303,7 @@ def _ranks(
                 role=m.role,
                 cap=ranks.rank_cap(line.format, recipe.compensator, *m.shape, capped=recipe.cap),
                 kurtosis=kurtosis(read_matrix(source, m)) if skewed else 0.0,
-                frequency=usage.get((m.layer or 0, m.expert or 0)),
+                frequency=usage.get((m.layer_key or "", m.expert or 0)),
             )
         )
     wanted = ranks.assign_ranks(candidates, policies)

@@ -117,7 +117,7 @@ def rank_cap(fmt: AnyFormat, compensator: str, n: int, k: int, *, capped: bool) 
     return min(limit, spare // low_rank_bytes(compensator, 1, n, k))
 
 
-def relative_usage(frequency: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], float]:
+def relative_usage(frequency: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], float]:
     """Counts of tokens per layer and expert -> (layer, expert): usage relative to the layer's mean."""
     usage = {}
     for layer, counts in frequency.items():

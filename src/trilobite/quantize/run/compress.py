@@ -42,7 +42,7 @@ def prepare(
     source: Source,
     recipe: Recipe,
     *,
-    frequency: Mapping[int, Sequence[int]] | None = None,
+    frequency: Mapping[str, Sequence[int]] | None = None,
     known_ranks: Mapping[str, int] | None = None,
     keep_unmatched: bool = False,
     tuned: bool = False,
@@ -74,7 +74,7 @@ def compress(
     dst: Path,
     recipe: Recipe,
     *,
-    frequency: Mapping[int, Sequence[int]] | None = None,
+    frequency: Mapping[str, Sequence[int]] | None = None,
     keep_unmatched: bool = False,
     calibration: Calibration | None = None,
     options: Options | None = None,
@@ -152,7 +152,7 @@ def _unit(line: PlanLine) -> Unit:
     return Unit(
         name=m.name,
         tensors=line.stored,
-        block=m.name if m.expert is None else f"{m.layer}.experts",
+        block=m.name if m.expert is None else f"{m.layer_key}.experts",
         rows=m.shape[0] if line.format and m.shape[0] % ROWS else None,
     )
 

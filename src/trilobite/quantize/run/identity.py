@@ -24,7 +24,7 @@ def run_identity(
     recipe: Recipe,
     device: torch.device,
     *,
-    frequency: Mapping[int, Sequence[int]] | None,
+    frequency: Mapping[str, Sequence[int]] | None,
     calibration: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """All that decides about the bytes of a packed checkpoint: its inputs, and the code that rounds them.
@@ -44,7 +44,7 @@ def run_identity(
     return identity
 
 
-def _digest(frequency: Mapping[int, Sequence[int]] | None) -> str:
+def _digest(frequency: Mapping[str, Sequence[int]] | None) -> str:
     if frequency is None:
         return ""
     rows = [[layer, list(counts)] for layer, counts in sorted(frequency.items())]
