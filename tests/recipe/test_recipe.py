@@ -163,7 +163,7 @@ def test_presets_are_those_promised() -> None:
     assert set(PRESETS) >= ISSUE_PRESETS
     for name, recipe in PRESETS.items():
         head = recipe.rule_for(Role.HEAD, "lm_head.weight", None)
-        if name.endswith("-paper"):
+        if name.endswith(("-paper", "-experts")):
             assert head is None
         else:
             assert head is not None
@@ -171,7 +171,8 @@ def test_presets_are_those_promised() -> None:
         for role in (Role.EMBEDDING, Role.NORM, Role.ROUTER, Role.OTHER):
             assert recipe.rule_for(role, "x.weight", 0) is None
         for role in BODY_ROLES:
-            assert recipe.rule_for(role, "x.weight", 0) is not None
+            kept = name.endswith("-experts") and role is not Role.EXPERT
+            assert (recipe.rule_for(role, "x.weight", 0) is None) == kept
 
 
 @pytest.mark.parametrize(("name", "experts"), [("mixed-4-3", "int3-g64"), ("mixed-4-2", "int2-g64")])
