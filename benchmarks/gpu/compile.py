@@ -39,9 +39,9 @@ from trilobite.kernels.gpu.device import product as triton_product
 from trilobite.kernels.gpu.device import routing as triton_routing
 from trilobite.kernels.gpu.experts import experts
 from trilobite.kernels.gpu.launch import Launch, recording
-from trilobite.kernels.gpu.layout.pack import PackColumn, coding
+from trilobite.kernels.gpu.layout.pack import coding
 from trilobite.kernels.gpu.linear import linear
-from trilobite.kernels.layer import Pack
+from trilobite.kernels.layer import Pack, PackColumn
 from trilobite.measure.gpu import experts_layer
 from trilobite.measure.shapes import DEEPSEEK, MIXTRAL, ExpertsShape
 from trilobite.recipe import AnyFormat, LatticeFormat, parse_format

@@ -37,6 +37,7 @@ from trilobite.runtime.offload.memory import Arena
 from trilobite.runtime.offload.plan import Offload, anonymous_bytes
 from trilobite.runtime.offload.reader import Reader
 from trilobite.runtime.offload.residence import ExpertsInSlots
+from trilobite.runtime.offload.store import FileStore
 from trilobite.runtime.offload.streaming import experts_of, streaming
 from trilobite.runtime.routing import moe_layers
 
@@ -159,6 +160,7 @@ def disk_bandwidth(model: Path) -> float:
     assert found is not None
     assert found.cache is not None
     store = found.cache.store
+    assert isinstance(store, FileStore)
     stretches = store.stretches[0]
     sizes = {f: e.size for f, e in open_source(str(model)).files.items()}
     reader, arena = Reader(sizes), Arena(len(stretches), store.slot_bytes)

@@ -7,7 +7,7 @@ import typer
 
 from trilobite.checkpoint.evaluation import check_destination
 from trilobite.cli.console import Progress, note, number, print_json, print_table, quiet
-from trilobite.cli.memory import MemoryOption, load_within, place_of
+from trilobite.cli.memory import GpuMemoryOption, MemoryOption, load_within, place_of
 from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, TargetTextOption, usable_device
 from trilobite.cli.run import ModelArgument
 from trilobite.cli.translate import BeamsOption, FromOption, ToOption
@@ -75,6 +75,7 @@ def evaluate(
     device: DeviceOption = "auto",
     activations: ActivationsOption = "exact",
     memory: MemoryOption = "auto",
+    gpu_memory: GpuMemoryOption = None,
     save: Annotated[
         bool, typer.Option("--save", help="Keep the result beside the model, for its card and `report`.")
     ] = False,
@@ -108,10 +109,10 @@ def evaluate(
 
     found: dict[str, Any] = {"model": model}
     with quiet():
-        on = usable_device(place_of(device, memory))
+        on = usable_device(place_of(device, memory, gpu_memory))
         ready = load_tasks(names, data=data) if names else {}
         pairs = _pairs(translation, limit) if translation else None
-        loaded = load_within(model, memory, device=on, activations=activations)
+        loaded = load_within(model, memory, gpu_memory=gpu_memory, device=on, activations=activations)
         tokenizer = load_tokenizer(model)
         original = load(reference, device=on) if reference else None
         if pairs is not None:

@@ -19,11 +19,19 @@ MemoryOption = Annotated[
         metavar="SIZE",
     ),
 ]
+GpuMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory",
+        help="Run on a GPU in so much of its memory (10GiB), experts streaming from RAM; --memory bounds that too.",
+        metavar="SIZE",
+    ),
+]
 GuessesOption = Annotated[
     int,
     typer.Option(
         "--guesses",
-        help="With --memory: experts of a later layer to read on speculation.",
+        help="With --memory, --gpu-memory: experts of a later layer to bring on speculation.",
         min=0,
         max=8,
         metavar="N",
@@ -31,15 +39,24 @@ GuessesOption = Annotated[
 ]
 AheadOption = Annotated[
     int,
-    typer.Option("--ahead", help="With --memory: how many layers ahead to speculate.", min=1, metavar="N"),
+    typer.Option(
+        "--ahead", help="With --memory, --gpu-memory: how many layers ahead to speculate.", min=1, metavar="N"
+    ),
 ]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also say how the experts streamed, after every answer.")
 ]
 
 
-def place_of(device: str, memory: str) -> str:
-    """The device to ask for: experts stream to the CPU, so a bound on memory settles what `auto` leaves open."""
+def place_of(device: str, memory: str, gpu_memory: str | None = None) -> str:
+    """The device to ask for, as bounds settle what `auto` leaves open.
+
+    Raises typer.BadParameter for a GPU's memory with another device.
+    """
+    if gpu_memory is not None:
+        if device == "cpu":
+            raise typer.BadParameter("--gpu-memory is for GPUs: leave out --device cpu")
+        return "cuda" if device == "auto" else device
     return "cpu" if device == "auto" and memory.lower() != "auto" else device
 
 
@@ -47,6 +64,7 @@ def load_within(
     path: str,
     memory: str,
     *,
+    gpu_memory: str | None = None,
     device: str = "cpu",
     activations: str = "exact",
     guesses: int = 2,
@@ -57,15 +75,16 @@ def load_within(
     from trilobite.runtime.offload.plan import AUTO, Offload, parse_size
     from trilobite.runtime.offload.streaming import streaming
 
+    automatic = memory.lower() == AUTO
     bound: str | Offload = AUTO
-    if memory.lower() != AUTO:
-        bound = Offload(memory=parse_size(memory), guesses=guesses, ahead=ahead)
-    model = load(path, device=device, activations=activations, memory=bound)
+    if not automatic or gpu_memory is not None:
+        bound = Offload(memory=None if automatic else parse_size(memory), guesses=guesses, ahead=ahead)
+    model = load(path, device=device, activations=activations, memory=bound, gpu_memory=gpu_memory)
     found = streaming(model)
     if found is not None:
-        if memory.lower() == AUTO:
+        if automatic and gpu_memory is None:
             note("the model does not fit into free memory: experts stream from the disk, at its speed")
-        for line in (str(found.plan), *found.notes):
+        for line in found.notes:
             note(line)
     return model
 

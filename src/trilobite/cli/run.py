@@ -8,6 +8,7 @@ import typer
 from trilobite.cli.console import note, print_json, quiet
 from trilobite.cli.memory import (
     AheadOption,
+    GpuMemoryOption,
     GuessesOption,
     MemoryOption,
     Metrics,
@@ -75,8 +76,13 @@ CompileOption = Annotated[
 ]
 
 
-def _place(device: str, compiled: bool) -> str:
-    """Where a model runs. Raises typer.BadParameter for a step compiled on a CPU, where that does not pay."""
+def _place(device: str, compiled: bool, gpu_memory: str | None) -> str:
+    """Where a model runs.
+
+    Raises typer.BadParameter for a step compiled on a CPU, where that does not pay, or with experts that stream.
+    """
+    if compiled and gpu_memory is not None:
+        raise typer.BadParameter("a compiled step brings no experts: leave out --compile or --gpu-memory")
     place = usable_device(device)
     if compiled and place == "cpu":
         raise typer.BadParameter("--compile is for GPUs: add --device cuda")
@@ -110,6 +116,7 @@ def generate(
     compiled: CompileOption = False,
     activations: ActivationsOption = "exact",
     memory: MemoryOption = "auto",
+    gpu_memory: GpuMemoryOption = None,
     guesses: GuessesOption = 2,
     ahead: AheadOption = 1,
     verbose: VerboseOption = False,
@@ -136,9 +143,16 @@ def generate(
         )
         if prompt == "-":
             prompt = sys.stdin.read().removesuffix("\n")
-        place = _place(place_of(device, memory), compiled)
-        speculation = {"guesses": guesses, "ahead": ahead}
-        loaded = load_within(model, memory, device=place, activations=activations, **speculation)
+        place = _place(place_of(device, memory, gpu_memory), compiled, gpu_memory)
+        loaded = load_within(
+            model,
+            memory,
+            gpu_memory=gpu_memory,
+            device=place,
+            activations=activations,
+            guesses=guesses,
+            ahead=ahead,
+        )
         tokenizer, metrics = load_tokenizer(model), Metrics(loaded)
         apart = "\n" if loaded.config.is_encoder_decoder else ""  # the prompt is a source, no beginning
         echo = _Echo(prompt + apart)
@@ -198,6 +212,7 @@ def chat(
     compiled: CompileOption = False,
     activations: ActivationsOption = "exact",
     memory: MemoryOption = "auto",
+    gpu_memory: GpuMemoryOption = None,
     guesses: GuessesOption = 2,
     ahead: AheadOption = 1,
     verbose: VerboseOption = False,
@@ -223,9 +238,16 @@ def chat(
             stop=tuple(stop or ()),
             seed=seed,
         )
-        place = _place(place_of(device, memory), compiled)
-        speculation = {"guesses": guesses, "ahead": ahead}
-        loaded = load_within(model, memory, device=place, activations=activations, **speculation)
+        place = _place(place_of(device, memory, gpu_memory), compiled, gpu_memory)
+        loaded = load_within(
+            model,
+            memory,
+            gpu_memory=gpu_memory,
+            device=place,
+            activations=activations,
+            guesses=guesses,
+            ahead=ahead,
+        )
         talk = Chat(loaded, load_tokenizer(model), sampling, _fixed_cache(compiled, loaded))
         if not talk.has_template:
             note("this model has no chat template: it continues your text instead of answering")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 from torch import Tensor
@@ -46,11 +47,26 @@ def codings_of(spec: tuple[int, ...], projections: int) -> Codings:
     return tuple(tuple(codings[i : i + projections]) for i in range(0, len(codings), projections))
 
 
+class PackColumn(IntEnum):
+    """Columns of a pack's table: offsets of the parts in 32-bit words, rank, and class (-1 = absent)."""
+
+    WORDS = 0
+    META = 1
+    U_WORDS = 2
+    U_META = 3
+    V_WORDS = 4
+    V_META = 5
+    SIGNS_IN = 6
+    SIGNS_OUT = 7
+    RANK = 8
+    CLASS = 9
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pack:
     """Packed matrices in the GPU layout.
 
-    slab: [words] int32    table: [E, P, 10] int64 on the same device, columns as in `gpu.layout.pack.PackColumn`
+    slab: [words] int32    table: [E, P, 10] int64 on the same device, columns as in `PackColumn`
     codings: for every class of experts, P codings    shapes: [N, K] of each of the P matrices
     """
 

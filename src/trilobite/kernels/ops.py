@@ -9,7 +9,7 @@ and again.
 
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,21 @@ from trilobite.kernels.cpu import engine
 from trilobite.kernels.cpu.bound import Binding as Binding
 from trilobite.kernels.cpu.bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu.bound import BoundLinear as BoundLinear
+from trilobite.kernels.cpu.bound import Sums as Sums
 from trilobite.kernels.expert_table import check_routing
-from trilobite.kernels.layer import EXACT, CpuSettings, ExpertsLayer, Pack, codings_of, spec_of
+from trilobite.kernels.layer import (
+    EXACT,
+    Codings,
+    CpuSettings,
+    ExpertsLayer,
+    Pack,
+    codings_of,
+    spec_of,
+)
 from trilobite.recipe import LatticeFormat
+
+if TYPE_CHECKING:
+    from trilobite.kernels.gpu.parts import Parts
 
 TRITON = (3, 6)
 """The oldest that compiles the GPU kernels."""
@@ -298,6 +310,30 @@ def restore(packed: Pack) -> list[list[PackedWeight | None]]:
     from trilobite.kernels.gpu.layout import pack
 
     return pack.restore(packed)
+
+
+def arrange(rows: Sequence[Sequence[PackedWeight | None]]) -> tuple[Tensor, Codings, int]:
+    """Where `repack` puts what: table [E, P, 10] int64, codings, 32-bit words. Raises ShapeError."""
+    from trilobite.kernels.gpu.layout import pack
+
+    return pack.arrange(rows)
+
+
+def fill(slab: Tensor, table: Tensor, row: Sequence[PackedWeight | None]) -> None:
+    """Write one expert in the GPU layout. slab: [words] int32    table: [P, 10] int64 on the CPU, the expert's row."""
+    from trilobite.kernels.gpu.layout import pack
+
+    pack.fill(slab, table, row)
+
+
+def experts_in_parts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer) -> "Parts":
+    """A call of `experts` in the GPU layout in several, where not all experts are there at a time.
+
+    Raises ShapeError, ArchitectureError or DeviceError.
+    """
+    from trilobite.kernels.gpu.parts import Parts
+
+    return Parts(x, top_k_index, top_k_weights, layer)
 
 
 def linear_gpu(x: Tensor, w: Pack, bias: Tensor | None = None) -> Tensor:

@@ -17,9 +17,9 @@ from trilobite.formats.lattice import LatticeRecord
 from trilobite.formats.weight import PackedWeight, encode_factor, stored_shapes
 from trilobite.kernels.expert_table import DOWN
 from trilobite.kernels.gpu.experts import experts as run_experts
-from trilobite.kernels.gpu.layout.pack import PackColumn, repack
+from trilobite.kernels.gpu.layout.pack import repack
 from trilobite.kernels.gpu.linear import linear as run_linear
-from trilobite.kernels.layer import ExpertsLayer, Pack
+from trilobite.kernels.layer import ExpertsLayer, Pack, PackColumn
 from trilobite.measure.shapes import ExpertsShape
 from trilobite.recipe import AnyFormat, Format, LatticeFormat
 

@@ -26,7 +26,8 @@ from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.modules.swap import configure
-from trilobite.runtime.offload.plan import AUTO, Offload
+from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier
+from trilobite.runtime.offload.plan import AUTO, GpuMemory, Offload
 from trilobite.runtime.offload.streaming import bound
 
 EXPERT_PART = re.compile(r"(.*\.experts)\.(?:expert_)?\d+\..*\.weight_")
@@ -41,6 +42,7 @@ def load(
     activations: str = "exact",
     threads: int | None = None,
     memory: str | int | Offload | None = None,
+    gpu_memory: str | int | GpuMemory | None = None,
     verify: bool = False,
 ) -> PreTrainedModel:
     """Load a packed or an original checkpoint for inference.
@@ -52,14 +54,17 @@ def load(
     activations, threads: of packed weights on CPUs, for this model alone: "exact", or "int8", which rounds what enters
     their products to 8 bits; default: as many threads as torch
     memory: run in so much of it, experts streaming from the disk: bytes, "8GiB", "auto" (only where the model does not
-    fit), or an `Offload` with more to say; for packed checkpoints on the CPU
+    fit), or an `Offload` with more to say; for packed checkpoints on the CPU, and with gpu_memory
+    gpu_memory: run on a GPU in so much of its memory, experts streaming from the host's: bytes, "10GiB", or a
+    `GpuMemory`; memory bounds the host's beneath
     verify: read a packed checkpoint whole first, and compare it with its checksums
     Raises CheckpointError, FormatVersionError, ArchitectureError, SettingError; where memory ends, DeviceError or
     OffloadError.
     """
     settings = CpuSettings(activations, threads)
-    if memory not in (None, AUTO) and device != "cpu":
-        raise OffloadError(f"memory={memory!r} goes with device='cpu', not {device!r}")
+    if memory not in (None, AUTO) and device != "cpu" and gpu_memory is None:
+        raise OffloadError(f"memory={memory!r} goes with device='cpu' or with gpu_memory, not {device!r}")
+    gpu = None if gpu_memory is None else gpu_tier(gpu_memory, "cuda" if device == "cpu" else device)
     check_finished(Path(path_or_id))
     source = open_source(path_or_id)
     quantization = quantization_of(source, "trilobite", *UNPACKABLE)
@@ -86,8 +91,12 @@ def load(
         model.generation_config = _generation_config(source.path)
     model.name_or_path = str(source.path)
     configure(model, settings)
-    model = _to_device(model, device).eval()
-    if memory is not None and device == "cpu":
+    model.eval()
+    if gpu is not None:
+        bound_on_gpu(model, source, tensors, memory, gpu)
+        return model
+    model = _to_device(model, device)
+    if device == "cpu":
         bound(model, source, tensors, memory)
     return model
 

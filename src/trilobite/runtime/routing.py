@@ -166,6 +166,23 @@ class MoeLayer:
         return routed.index.gather(-1, routed.weights.float().argsort(dim=-1, descending=True, stable=True))
 
 
+class Hook:
+    """A forward hook of one model: in copies and pickles of it nobody listens."""
+
+    def __init__(self, run: Callable[..., None] | None = None) -> None:
+        """run: takes what hooks are given."""
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run, where somebody listens."""
+        if self._run is not None:
+            self._run(*arguments)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Without what it does."""
+        return Hook, ()
+
+
 class NormListener:
     """Hears, just before a block runs, which residual stream the norm in front of it was given."""
 
@@ -173,7 +190,7 @@ class NormListener:
         """Hooks into all direct children of the decoder layers that return one tensor; only the latest call is kept."""
         self._latest: tuple[str, Tensor, Tensor] | None = None
         self._handles = [
-            child.register_forward_hook(self._hook(name))
+            child.register_forward_hook(Hook(self._hook(name)))
             for layer in layers
             for name, child in layer.whole.named_children()
             if child is not layer.block and layer.whole is not layer.block

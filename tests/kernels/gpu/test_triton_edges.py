@@ -17,9 +17,9 @@ from trilobite.kernels import ops, reference
 from trilobite.kernels.expert_table import build
 from trilobite.kernels.gpu.device import tile as triton_tile
 from trilobite.kernels.gpu.launch import aligned
-from trilobite.kernels.gpu.layout.pack import RANKS, PackColumn
+from trilobite.kernels.gpu.layout.pack import RANKS
 from trilobite.kernels.gpu.tuning import Tile, fitted, forcing
-from trilobite.kernels.layer import spec_of
+from trilobite.kernels.layer import PackColumn, spec_of
 from trilobite.runtime.modules.linear import PackedLinear
 
 pytestmark = pytest.mark.skipif(

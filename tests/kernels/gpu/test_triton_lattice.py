@@ -19,8 +19,9 @@ from trilobite.kernels import ops, reference
 from trilobite.kernels.gpu import rotated as triton_rotated
 from trilobite.kernels.gpu.device import decode as triton_decode
 from trilobite.kernels.gpu.layout.codewords import column_of, pack_codewords, tables, unpack_codewords
-from trilobite.kernels.gpu.layout.pack import PackColumn, repack, restore, words_needed
+from trilobite.kernels.gpu.layout.pack import arrange, repack, restore
 from trilobite.kernels.gpu.tuning import Tile, forcing
+from trilobite.kernels.layer import PackColumn
 
 interpreted = pytest.mark.skipif(
     not triton_interpreter.available(), reason="Triton was imported without TRITON_INTERPRET"
@@ -99,7 +100,7 @@ def test_a_flipped_bit_is_noticed() -> None:
 
 def test_hardly_a_byte_is_wasted() -> None:
     w = lattice_weight(128, 1024, "e8p-3")
-    assert 4 * words_needed(w) - w.packed.nbytes == 128 + 128 + 128  # scales, signs of both sides
+    assert 4 * arrange([[w]])[2] - w.packed.nbytes == 128 + 128 + 128  # scales, signs of both sides
 
 
 def test_other_lattice_formats_are_left_to_the_reference() -> None:

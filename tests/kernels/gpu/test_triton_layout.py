@@ -10,9 +10,9 @@ from trilobite.errors import ShapeError
 from trilobite.formats import affine
 from trilobite.formats.weight import PackedWeight, decode_factor
 from trilobite.kernels.gpu.layout import pack as triton_layout
-from trilobite.kernels.gpu.layout.pack import PackColumn, repack, restore
+from trilobite.kernels.gpu.layout.pack import repack, restore
 from trilobite.kernels.gpu.layout.words import pack_words, unpack_words
-from trilobite.kernels.layer import codings_of, spec_of
+from trilobite.kernels.layer import PackColumn, codings_of, spec_of
 from trilobite.recipe import Format
 
 FORMATS = [
@@ -120,7 +120,7 @@ def test_no_byte_is_wasted() -> None:
     assert w.lra is not None
     assert w.lrb is not None
     wider = 128 * 64 // 8  # codes of U take 4 bits instead of 3
-    assert triton_layout.words_needed(w) * 4 == w.nbytes() + wider
+    assert triton_layout.arrange([[w]])[2] * 4 == w.nbytes() + wider
     assert repack([[w]]).slab.nbytes == w.nbytes() + wider
     plain = packed_weight(128, 512, "int3-g64")
     assert repack([[plain]]).slab.nbytes == plain.nbytes()

@@ -94,13 +94,13 @@ def test_the_parts_add_up(packed: Path) -> None:
     assert found is not None
     assert found.cache is not None
     plan = found.plan
-    fixed = plan.program + plan.weights + plan.keys_and_values + plan.activations
-    assert fixed + (plan.slots + plan.staging) * plan.slot_bytes <= plan.memory
-    assert found.cache.arena.tensor.nbytes == (plan.slots + plan.staging) * plan.slot_bytes
+    experts = (plan.slots + plan.staging) * plan.experts.slot_bytes
+    assert plan.fixed.total + experts <= plan.memory
+    assert found.cache.arena.tensor.nbytes == experts
     each = 2 * 4 * 2 * 64 * 2  # bytes of a token: keys and values, layers, heads, width, bf16
-    assert plan.keys_and_values == 100 * each
+    assert plan.fixed.keys_and_values == 100 * each
     stays = sum(t.nbytes for name, t in model.state_dict().items() if ".experts." not in name)
-    assert plan.weights == stays
+    assert plan.fixed.weights == stays
 
 
 def test_a_model_that_fits_does_not_stream(packed: Path) -> None:

@@ -248,7 +248,7 @@ def test_a_forgotten_reader_ends_its_threads_and_closes_its_files(file: Path) ->
 
     reader = Reader({file: SIZE}, threads=2)
     assert is_open()
-    threads = reader._workers
+    threads = reader.transfers.workers
     del reader
     gc.collect()
     for thread in threads:

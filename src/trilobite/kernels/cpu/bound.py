@@ -9,6 +9,7 @@ memory (`.data = ...`); copies of a module, and pickles, get None in its place a
 import ctypes
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError
@@ -107,3 +108,28 @@ class BoundExperts(_Bound):
     ) -> Tensor:
         """x: [T, H] -> [T, H] in x.dtype. sums: as in `engine.run_experts`, where `sums_up`. Raises ShapeError."""
         return engine.run_experts(x, top_k_index, top_k_weights, self._args, self._threads, sums)
+
+    def parts(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> "Sums":
+        """A call in several, where `sums_up`."""
+        return Sums(self, x, top_k_weights)
+
+
+class Sums:
+    """One call of `experts` in several, where not all of its experts are there at a time.
+
+    sums: [T, H] fp32    Calls in ascending order of experts give the bits of one call with all of them.
+    """
+
+    def __init__(self, call: BoundExperts, x: Tensor, top_k_weights: Tensor) -> None:
+        """Arguments as of the call."""
+        self.sums = torch.zeros(x.shape, dtype=torch.float32)
+        self._call, self._x, self._weights = call, x, top_k_weights
+        self._y = torch.zeros_like(x)
+
+    def add(self, index: Tensor) -> None:
+        """Compute the experts of `index` [T, A]: those of the call that are there now, E for all others."""
+        self._y = self._call(self._x, index, self._weights, self.sums)
+
+    def result(self, others: Tensor | None = None) -> Tensor:
+        """[T, H] in x.dtype. others: [T, H] fp32, the sum over experts that were computed elsewhere."""
+        return self._y if others is None else (self.sums + others).to(self._x.dtype)

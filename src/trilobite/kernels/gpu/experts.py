@@ -39,10 +39,9 @@ from trilobite.kernels.gpu.launch import (
     launch,
     scratch,
 )
-from trilobite.kernels.gpu.layout.pack import PackColumn
 from trilobite.kernels.gpu.rotated import run_rotated
 from trilobite.kernels.gpu.tuning import Tile, fitted, suited, tile_for
-from trilobite.kernels.layer import Coding, ExpertsLayer
+from trilobite.kernels.layer import Coding, ExpertsLayer, PackColumn
 from trilobite.kernels.reference import gate_fn
 
 ACTIVATIONS = (
@@ -110,22 +109,31 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: Expert
     Arguments as in `reference.experts`, but for the layer's slab, table and codings, which are those of a `Pack`.
     returns: [T, H] in x.dtype. Raises ShapeError, ArchitectureError or DeviceError.
     """
+    check(x, top_k_index, top_k_weights, layer)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0 or top_k_index.shape[1] == 0:
+        return y.zero_()
+    launches = Launches(layer)
+    for part in passes(top_k_index):
+        index = top_k_index[part].contiguous()
+        launches.add_up(launches.products(aligned(x[part]), index), index, top_k_weights[part], y[part])
+    return y
+
+
+def passes(index: Tensor) -> list[slice]:
+    """The tokens of one pass after the other. index: [T, A]."""
+    each = max(1, MOST_SLOTS // index.shape[1])
+    return [slice(start, start + each) for start in range(0, index.shape[0], each)]
+
+
+def check(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer) -> None:
+    """Raise ShapeError or DeviceError for what does not fit together, or lies where no kernel runs."""
     tensors = layer.slab, layer.table, layer.gate_up_bias, layer.down_bias
     check_together("experts", x, top_k_index, top_k_weights, *tensors)
     check_device(x.device)
     check_dtype(x, "experts: x")
     check_routing(x, top_k_index, top_k_weights)
     _check_layer(layer)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if x.numel() == 0 or top_k_index.shape[1] == 0:
-        return y.zero_()
-    launches = _Launches(layer)
-    each = max(1, MOST_SLOTS // top_k_index.shape[1])
-    for start in range(0, x.shape[0], each):
-        part = slice(start, start + each)
-        inputs = aligned(x[part]), top_k_index[part].contiguous(), top_k_weights[part].contiguous()
-        launches.run(*inputs, y[part])
-    return y
 
 
 def _check_layer(layer: ExpertsLayer) -> None:
@@ -162,7 +170,7 @@ class _Group:
         return self.codings[GATE].bits > 0
 
 
-class _Launches:
+class Launches:
     """The launches of a call: one layer, some tokens after others."""
 
     def __init__(self, layer: ExpertsLayer) -> None:
@@ -176,8 +184,11 @@ class _Launches:
         if self.activation not in ACTIVATIONS:
             gate_fn(self.activation)
 
-    def run(self, x: Tensor, index: Tensor, weights: Tensor, y: Tensor) -> None:
-        """Write y [T, H] for x [T, H]; all contiguous."""
+    def products(self, x: Tensor, index: Tensor) -> Tensor:
+        """What the experts make of x [T, H], in partial sums [1, splits, T A, H] fp32; both arguments contiguous.
+
+        Those of slots without an expert are anything.
+        """
         tokens, experts = x.shape[0], self.matrices.table.shape[0]
         each = -(-index.numel() // experts)
         tile = tile_for("gate_up", each, x)
@@ -194,24 +205,28 @@ class _Launches:
                 self._gate_up(group, tile, h)
             else:
                 self._gate_up_in_steps(group, tile, h)
-        parts = self._down(rows, Inputs(x=h, divisor=1, tokens=tokens), x.shape[1])
+        return self._down(rows, Inputs(x=h, divisor=1, tokens=tokens), x.shape[1])
+
+    def add_up(self, parts: Tensor, index: Tensor, weights: Tensor, y: Tensor) -> None:
+        """Write y [T, H], a contiguous tensor of any type: the weighted sums of `products`. index: contiguous."""
+        tokens, active = index.shape
         arguments = {
             "p_parts": parts,
             "p_index": index,
-            "p_weights": weights,
+            "p_weights": weights.contiguous(),
             "p_bias": index if self.down_bias is None else self.down_bias,
             "p_y": y,
-            "S": rows.slots,
-            "E": experts,
-            "A": index.shape[1],
-            "N": x.shape[1],
+            "S": index.numel(),
+            "E": self.matrices.table.shape[0],
+            "A": active,
+            "N": y.shape[1],
         }
         constants = {
             "SPLITS": parts.shape[1],
             "BIAS": self.down_bias is not None,
             "BLOCK": COMBINE_BLOCK,
         }
-        launch(combine, (tokens, -(-x.shape[1] // COMBINE_BLOCK)), arguments, constants)
+        launch(combine, (tokens, -(-y.shape[1] // COMBINE_BLOCK)), arguments, constants)
 
     def _gate_up(self, g: _Group, tile: Tile, h: Tensor) -> None:
         gate, up, _ = g.codings

@@ -29,6 +29,8 @@ class Residence(ABC, Generic[M]):
 
     in_buffers: ClassVar[bool]
     """Whether they are the module's buffers, which PyTorch saves, loads and moves."""
+    buffers_stay: ClassVar[bool] = False
+    """Whether the buffers stay on the host when the module moves to where its weights are used."""
     binding: ops.Binding[Any] | None = None
     """What was made of the weights, the biases and the module's settings, for as long as these stay."""
 
@@ -165,6 +167,7 @@ class PackedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         if self.residence is not None:
             self.residence = self.residence.moved(self, fn)
+        recurse = recurse and not (self.residence is not None and self.residence.buffers_stay)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.residence is None or self.residence.in_buffers:
             waiting = self.residence is None and next(self._arrived()).packed.device.type != "meta"

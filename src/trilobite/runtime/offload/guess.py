@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trilobite.runtime.routing import Arguments, MoeLayer, Normed, NormListener
+from trilobite.runtime.routing import Arguments, Hook, MoeLayer, Normed, NormListener
 
 
 class Guesser:
@@ -25,7 +25,7 @@ class Guesser:
         if guesses:
             self._norms = NormListener(layers)
             for i, layer in enumerate(layers):
-                layer.block.register_forward_pre_hook(self._hook(i), with_kwargs=True)
+                layer.block.register_forward_pre_hook(Hook(self._hook(i)), with_kwargs=True)
 
     def _hook(self, i: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -41,6 +41,10 @@ class Arena:
         """Where a slot begins in `tensor`."""
         return slot * self.slot_bytes
 
+    def slot(self, slot: int) -> Tensor:
+        """The bytes of a slot, [slot_bytes] uint8."""
+        return self.tensor[self.offset(slot) : self.offset(slot) + self.slot_bytes]
+
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, writable."""
         assert 0 <= slot < self.slots, slot

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from trilobite.errors import OffloadError
 from trilobite.runtime.modules.experts import PackedExperts
+from trilobite.runtime.offload.copies import CopyEngine
 
 AUTO = "auto"
 UNITS = {
@@ -29,18 +30,33 @@ HEADROOM = 0.9
 """Share of the free memory that `auto` takes."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GpuMemory:
+    """How a GPU, or what stands in its place, gets its experts.
+
+    memory: bytes there, for everything: weights that stay, experts, keys and values, activations
+    engine: what copies; None: CUDA    slots: of all layers together; None: as many as fit
+    share: let the host compute misses where that is faster than to copy them
+    """
+
+    memory: int
+    engine: CopyEngine | None = None
+    slots: int | None = None
+    share: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Offload:
     """How a model streams.
 
-    memory: bytes for everything: the program, weights that stay, experts, keys and values, activations
+    memory: bytes for everything: the program, weights that stay, experts, keys and values, activations; None: no bound
     context: tokens of keys and values, and of the longest prompt    policy: of `POLICIES`
     ahead, guesses: speculative loading of so many experts a token, so many layers ahead; 0 guesses: none
     staging: buffers for guesses and prompts    pool: one pool of slots even where each layer could have its own
     slots: of all layers together; None: as many as fit
     """
 
-    memory: int
+    memory: int | None
     context: int = 4096
     policy: str = "lfru"
     ahead: int = 1
@@ -51,85 +67,113 @@ class Offload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """Bytes. program: what this process holds already    experts: of all, on disk    slots, staging: how many fit."""
+class Fixed:
+    """Bytes that experts do not get. program: what this process holds already."""
 
-    memory: int
     program: int
     weights: int
     keys_and_values: int
     activations: int
-    experts: int
-    slot_bytes: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.program + self.weights + self.keys_and_values + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """nbytes: of all    count: of them    active: A, which must fit at least    slot_bytes: the most that one needs."""
+
+    nbytes: int
     count: int
+    active: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """memory: bytes    slots, staging: how many experts fit    place: where, for people."""
+
+    memory: int
+    fixed: Fixed
+    experts: Experts
     slots: int
     staging: int
+    place: str
 
     @property
     def fits(self) -> bool:
         """Whether all experts fit, so that nothing needs to stream."""
-        return self.slots >= self.count
+        return self.slots >= self.experts.count
 
     def __str__(self) -> str:
         """One line for people."""
+        f, experts = self.fixed, self.experts
         fixed = (
-            f"program {_size(self.program)}, weights that stay {_size(self.weights)}, keys and values "
-            f"{_size(self.keys_and_values)}, activations {_size(self.activations)}"
+            f"{self.place} {_size(self.memory)}: program {_size(f.program)}, weights that stay {_size(f.weights)}, keys "
+            f"and values {_size(f.keys_and_values)}, activations {_size(f.activations)}"
         )
         if self.fits:
-            return f"memory {_size(self.memory)}: {fixed}, all experts {_size(self.experts)}: nothing needs to stream"
-        slots = f"{self.slots} of {self.count} experts {_size(self.slots * self.slot_bytes)}"
-        return (
-            f"memory {_size(self.memory)}: {fixed}, {slots}, staging {_size(self.staging * self.slot_bytes)}"
-        )
+            return f"{fixed}, all experts {_size(experts.nbytes)}: nothing needs to stream"
+        slots = f"{self.slots} of {experts.count} experts {_size(self.slots * experts.slot_bytes)}"
+        return f"{fixed}, {slots}, staging {_size(self.staging * experts.slot_bytes)}"
 
 
 def divide(
-    model: PreTrainedModel,
-    settings: Offload,
-    mapped: Container[int],
-    *,
-    experts: int,
-    slot_bytes: int,
-    count: int,
-    active: int,
+    name: str, memory: int, fixed: Fixed, experts: Experts, *, slots: int | None, staging: int, place: str
 ) -> MemoryPlan:
-    """Divide `settings.memory`. experts: their bytes    count: of them    active: A, which must fit at least.
+    """Divide the memory of a place. name: of the model    slots: at most so many; None: as many as fit.
 
-    mapped: addresses of tensors in mapped files; weights that lie elsewhere are part of the program already
     Raises OffloadError with the smallest figure that works.
     """
-    context = _within(model, settings.context)
-    fixed = {
-        "program": anonymous_bytes(),
-        "weights": sum(t.nbytes for t in _staying(model, mapped)),
-        "keys_and_values": key_value_bytes(model, context),
-        "activations": activation_bytes(model, context),
-    }
-    left = settings.memory - sum(fixed.values())
-    needed = sum(fixed.values()) + (settings.staging + active) * slot_bytes
-    slots = count if left >= experts + slot_bytes else left // slot_bytes - settings.staging
-    slots = slots if settings.slots is None else min(slots, settings.slots)
-    if slots < active:
+    left, each = memory - fixed.total, experts.slot_bytes
+    fit = experts.count if left >= experts.nbytes + each else left // each - staging
+    fit = fit if slots is None else min(fit, slots)
+    if fit < experts.active:
+        needed = fixed.total + (staging + experts.active) * each
         raise OffloadError(
-            f"{model.name_or_path}: {_size(settings.memory)} of memory do not suffice, the smallest that works is "
-            f"{-(-needed // 2**20)}MiB (weights that stay {_size(fixed['weights'])}, keys and values of "
-            f"{context} tokens {_size(fixed['keys_and_values'])}, one expert {_size(slot_bytes)}): ask for "
-            "more, or for a shorter context"
+            f"{name}: {_size(memory)} of {place} do not suffice, the smallest that works is {-(-needed // 2**20)}MiB "
+            f"(weights that stay {_size(fixed.weights)}, keys and values {_size(fixed.keys_and_values)}, one expert "
+            f"{_size(each)}): ask for more, or for a shorter context"
         )
-    return MemoryPlan(
-        memory=settings.memory,
-        experts=experts,
-        slot_bytes=slot_bytes,
-        count=count,
-        slots=slots,
-        staging=settings.staging,
-        **fixed,
+    return MemoryPlan(memory=memory, fixed=fixed, experts=experts, slots=fit, staging=staging, place=place)
+
+
+def fixed_on_host(model: PreTrainedModel, context: int, mapped: Container[int]) -> Fixed:
+    """Of a model that runs on the host.
+
+    mapped: addresses of tensors in mapped files; weights that lie elsewhere are part of the program already
+    """
+    context = _within(model, context)
+    return Fixed(
+        program=anonymous_bytes(),
+        weights=sum(t.nbytes for t in _staying(model) if t.data_ptr() in mapped),
+        keys_and_values=key_value_bytes(model, context),
+        activations=activation_bytes(model, context),
     )
 
 
-def _staying(model: PreTrainedModel, mapped: Container[int]) -> Iterator[Tensor]:
-    """Parameters and buffers in mapped files that are not part of packed experts; shared ones once."""
+def fixed_beside_gpu() -> Fixed:
+    """Of a model that runs on a GPU, on the host."""
+    return Fixed(program=anonymous_bytes(), weights=0, keys_and_values=0, activations=ENGINE_BYTES)
+
+
+def fixed_on_gpu(model: PreTrainedModel, context: int, active: int, used: int | None) -> Fixed:
+    """Of a model that runs on a GPU, there. active: A    used: what this process holds there already."""
+    context = _within(model, context)
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    return Fixed(
+        program=used or 0,
+        weights=sum(t.nbytes for t in _staying(model)),
+        keys_and_values=key_value_bytes(model, context),
+        # What the experts make of each token is kept until it is added up.
+        activations=activation_bytes(model, context) + 8 * context * active * hidden,
+    )
+
+
+def _staying(model: PreTrainedModel) -> Iterator[Tensor]:
+    """Parameters and buffers that are not part of packed experts; shared ones once."""
     inside = {
         id(t)
         for m in model.modules()
@@ -140,7 +184,7 @@ def _staying(model: PreTrainedModel, mapped: Container[int]) -> Iterator[Tensor]
         for t in matrix.buffers()
     }
     seen = dict.fromkeys((*model.parameters(), *model.buffers()))
-    return (t for t in seen if id(t) not in inside and t.data_ptr() in mapped)
+    return (t for t in seen if id(t) not in inside)
 
 
 def key_value_bytes(model: PreTrainedModel, context: int) -> int:

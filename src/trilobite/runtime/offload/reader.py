@@ -1,22 +1,17 @@
-"""Reads stretches of files into memory, by threads of its own, around the page cache where the file system allows it.
-
-What is waited for overtakes what is only guessed: a read is a row of requests of a few MiB, and each thread takes the
-next request of the oldest urgent read, or of the oldest guess where there is none. So at most one request per thread
-stands between a miss and the disk.
-"""
+"""Reads stretches of files into memory, by threads of its own, around the page cache where the file system allows it."""
 
 import errno
 import fcntl
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from trilobite.errors import OffloadError
 from trilobite.runtime.offload.memory import ALIGN, aligned
+from trilobite.runtime.offload.transfers import Transfer, Transfers
 
 THREADS = 4
 """Requests in flight: enough to keep an NVMe disk busy."""
@@ -44,53 +39,6 @@ class Stretch:
         return aligned(self.offset + self.nbytes - self.start)
 
 
-class Read:
-    """One stretch on its way into memory; its first byte comes to lie at `offset - start`."""
-
-    def __init__(self, queue: "_Queue", stretch: Stretch, into: memoryview, request: int) -> None:
-        """into: at least `stretch.span` bytes at a multiple of ALIGN, written to until the read is over."""
-        self.stretch, self.into = stretch, into
-        self.error: OffloadError | None = None
-        self._queue = queue
-        self.pending = deque(range(0, stretch.span, request))
-        self.flying = 0
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing writes into the memory any more: all is there, failed, or cancelled."""
-        return not self.pending and not self.flying
-
-    def wait(self) -> None:
-        """Until it is over. Raises OffloadError when it failed."""
-        self._queue.check()
-        with self._queue.changed:
-            self._queue.changed.wait_for(lambda: self.over)
-        if self.error is not None:
-            raise self.error
-
-    def hurry(self) -> None:
-        """A guess turned out to be right: read it before all other guesses."""
-        self._queue.check()
-        with self._queue.changed:
-            if self in self._queue.guesses:
-                self._queue.guesses.remove(self)
-                self._queue.urgent.append(self)
-
-    def cancel(self) -> int:
-        """Begin no more requests of it; those in flight still end in the memory (`settle`). Returns the bytes saved."""
-        with self._queue.changed:
-            saved = self.stretch.span - self.pending[0] if self.pending else 0
-            self._queue.drop(self)
-            self._queue.changed.notify_all()
-        return saved
-
-    def settle(self) -> None:
-        """Until nothing writes into the memory any more, whatever became of it."""
-        if self._queue.owner == os.getpid():
-            with self._queue.changed:
-                self._queue.changed.wait_for(lambda: self.over)
-
-
 class Reader:
     """Threads that read from a fixed set of files, which stay open: one that is deleted meanwhile reads on.
 
@@ -110,107 +58,30 @@ class Reader:
         Raises OffloadError for a file that is gone or of another size.
         """
         assert request % ALIGN == 0, request
-        self._request = request
-        self._queue = _Queue({path: _File(path, size, direct) for path, size in files.items()})
-        self._workers = [
-            threading.Thread(target=self._queue.work, name=f"trilobite-read-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for worker in self._workers:
-            worker.start()
-        self._finalizer = weakref.finalize(self, self._queue.close)
+        self._files = {path: _File(path, size, direct) for path, size in files.items()}
+        self.transfers = Transfers("read", threads=threads, piece=request)
 
-    def read(self, stretch: Stretch, into: memoryview, *, urgent: bool) -> Read:
-        """Begin to read. urgent: somebody waits for it. Raises OffloadError after a fork or `close`."""
+    def read(self, stretch: Stretch, into: memoryview, *, urgent: bool) -> Transfer:
+        """Begin to read; the first byte comes to lie at `offset - start`. urgent: somebody waits for it.
+
+        into: at least `stretch.span` bytes at a multiple of ALIGN. Raises OffloadError after a fork or `close`.
+        """
         assert len(into) >= stretch.span, (len(into), stretch)
-        self._queue.check()
-        read = Read(self._queue, stretch, into, self._request)
-        with self._queue.changed:
-            (self._queue.urgent if urgent else self._queue.guesses).append(read)
-            self._queue.changed.notify_all()
-        return read
+        file = self._files[stretch.file]
+
+        def move(at: int, stop: int) -> None:
+            file.fill(stretch, into[at:stop], at)
+
+        return self.transfers.begin(stretch.span, move, urgent=urgent)
 
     @property
     def notes(self) -> list[str]:
         """One line for each file that is read through the page cache."""
-        return [f.note for f in self._queue.files.values() if f.note]
+        return [f.note for f in self._files.values() if f.note]
 
     def close(self) -> None:
         """End the threads and close the files; reads that are not over fail."""
-        self._finalizer()
-        if self._queue.owner == os.getpid():
-            for worker in self._workers:
-                worker.join()
-
-
-class _Queue:
-    """What the threads share; knows nothing of the Reader, so that one that is forgotten can end them."""
-
-    def __init__(self, files: dict[Path, "_File"]) -> None:
-        self.owner = os.getpid()
-        self.files = files
-        self.changed = threading.Condition()
-        self.urgent: deque[Read] = deque()
-        self.guesses: deque[Read] = deque()
-        self.closed = False
-
-    def check(self) -> None:
-        """Raise OffloadError in a process that has no threads, before it waits for them for ever."""
-        if self.owner != os.getpid():
-            raise OffloadError(
-                "the threads that read experts belong to the process that loaded the model; load it again after a fork"
-            )
-        if self.closed:
-            raise OffloadError("the files of this model are closed; load it again")
-
-    def drop(self, read: Read) -> None:
-        read.pending.clear()
-        for queue in (self.urgent, self.guesses):
-            if read in queue:
-                queue.remove(read)
-
-    def work(self) -> None:
-        """Of one thread."""
-        while (job := self._next()) is not None:
-            read, at, stop = job
-            error = None
-            try:
-                self.files[read.stretch.file].fill(read.stretch, read.into[at:stop], at)
-            except OffloadError as e:
-                error = e
-            with self.changed:
-                read.flying -= 1
-                if error is not None:
-                    read.error = read.error or error
-                    self.drop(read)
-                self.changed.notify_all()
-            del read, job  # an idle thread keeps no memory alive
-
-    def _next(self) -> tuple[Read, int, int] | None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.urgent or self.guesses or self.closed)
-            if self.closed:
-                return None
-            queue = self.urgent or self.guesses
-            read = queue[0]
-            at = read.pending.popleft()
-            stop = read.pending[0] if read.pending else read.stretch.span
-            read.flying += 1
-            if not read.pending:
-                queue.popleft()
-            return read, at, stop
-
-    def close(self) -> None:
-        if self.owner != os.getpid():
-            return
-        with self.changed:
-            self.closed = True
-            for read in (*self.urgent, *self.guesses):
-                read.error = OffloadError("the files of this model were closed while it read; load it again")
-                read.pending.clear()
-            self.urgent.clear()
-            self.guesses.clear()
-            self.changed.notify_all()
+        self.transfers.close()
 
 
 class _File:

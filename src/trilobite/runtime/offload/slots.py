@@ -102,6 +102,10 @@ class SlotCache:
         """The experts of a layer that are there, the longest unused first."""
         return [expert for owner, expert in self._pool[layer].slot if owner == layer]
 
+    def reset(self) -> None:
+        """Count from now on."""
+        self.counters = {layer: Counters() for layer in self.counters}
+
     def total(self) -> Counters:
         """The counters of all layers together."""
         return sum(self.counters.values(), Counters())

@@ -10,13 +10,15 @@ from transformers import PreTrainedModel
 from trilobite.checkpoint.source import Source
 from trilobite.errors import OffloadError
 from trilobite.runtime.modules.experts import PackedExperts
+from trilobite.runtime.offload import plan as planning
 from trilobite.runtime.offload.cache import ExpertCache
 from trilobite.runtime.offload.guess import Guesser
-from trilobite.runtime.offload.plan import AUTO, MemoryPlan, Offload, automatic, divide, parse_size
+from trilobite.runtime.offload.memory import Arena
+from trilobite.runtime.offload.plan import AUTO, Experts, MemoryPlan, Offload, divide, parse_size
 from trilobite.runtime.offload.policies import POLICIES
-from trilobite.runtime.offload.residence import ExpertsInSlots
+from trilobite.runtime.offload.residence import ExpertsOnHost
 from trilobite.runtime.offload.slots import Counters
-from trilobite.runtime.offload.store import ExpertStore, Places
+from trilobite.runtime.offload.store import FileStore, Places
 from trilobite.runtime.routing import MoeLayer, moe_layers
 
 _ATTRIBUTE = "_trilobite_streaming"
@@ -24,14 +26,24 @@ _ATTRIBUTE = "_trilobite_streaming"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Streaming:
-    """plan: how the memory is divided    cache: None where all experts fit and nothing streams."""
+    """plan: how the memory is divided    cache: None where all experts fit and nothing streams.
+
+    below: the tier that the cache's experts come from, where that is another cache
+    remark: what else a user should know
+    """
 
     plan: MemoryPlan
     cache: ExpertCache | None
+    below: "Streaming | None" = None
+    remark: str = ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copy of the model streams nothing."""
         return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nor does one that was pickled."""
+        return type(None), ()
 
     @property
     def counters(self) -> Counters:
@@ -40,8 +52,11 @@ class Streaming:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of the disk."""
-        return [] if self.cache is None else self.cache.reader.notes
+        """What a user should know."""
+        own = [str(self.plan), *([self.remark] if self.remark else [])]
+        if self.below is not None:
+            return [*own, *self.below.notes]
+        return own if self.cache is None else [*own, *self.cache.store.notes]
 
 
 def streaming(model: PreTrainedModel) -> Streaming | None:
@@ -49,33 +64,81 @@ def streaming(model: PreTrainedModel) -> Streaming | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def bound(
-    model: PreTrainedModel, source: Source, tensors: Mapping[str, Tensor], memory: str | int | Offload
-) -> Streaming | None:
-    """Let a model that was loaded from mapped files run in so much memory.
+def remember(model: PreTrainedModel, found: Streaming) -> Streaming:
+    """What `streaming` answers from now on."""
+    model.__dict__[_ATTRIBUTE] = found
+    return found
 
-    tensors: by name, views of the files of `source`    memory: bytes, a size such as "8GiB", or "auto": a bound only
-    where the free memory does not hold the model. Raises OffloadError as `stream` does.
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Streamable:
+    """A model whose buffers are views of mapped files, from which its experts can stream.
+
+    places: where its buffers come from
     """
-    places = {t.data_ptr(): (source.tensors[n].file, source.tensors[n].offset) for n, t in tensors.items()}
-    sizes = {path: file.size for path, file in source.files.items()}
-    settings = memory if isinstance(memory, Offload) else None
-    if settings is None and str(memory).lower() == AUTO:
-        size = automatic(model, sum(f.size for f in source.files.values()), Offload.context)
-        try:
-            return None if size is None else stream(model, places, sizes, Offload(memory=size))
-        except OffloadError:
-            return None  # nobody asked for a bound: the system's page cache does what it can
-    if settings is None:
-        settings = Offload(memory=parse_size(memory))  # type: ignore[arg-type]
-    return stream(model, places, sizes, settings)
+
+    model: PreTrainedModel
+    layers: Sequence[MoeLayer]
+    store: FileStore
+    places: Places
+    settings: Offload
+
+    @property
+    def modules(self) -> list[PackedExperts]:
+        """The experts of each layer."""
+        return [experts_of(layer) for layer in self.layers]
+
+    @property
+    def active(self) -> int:
+        """A."""
+        return max(layer.active or 2 for layer in self.layers)
+
+    def experts(self, slot_bytes: int) -> Experts:
+        """For a plan."""
+        store = self.store
+        return Experts(nbytes=store.nbytes, count=store.count, active=self.active, slot_bytes=slot_bytes)
+
+    def shared(self, slots: int) -> bool:
+        """Whether all layers share their slots."""
+        return self.settings.pool or slots < self.active * len(self.layers)
+
+    def guesser(self) -> Guesser:
+        """Listens to the blocks of all layers."""
+        return Guesser(self.layers, self.settings.ahead, self.settings.guesses)
+
+    def in_front_of_disk(self, fixed: planning.Fixed, slots: int | None) -> Streaming:
+        """A cache in the memory of the host, where not all experts fit there. Raises OffloadError."""
+        chosen = self.settings
+        assert chosen.memory is not None
+        plan = divide(
+            self.model.name_or_path,
+            chosen.memory,
+            fixed,
+            self.experts(self.store.slot_bytes),
+            slots=slots,
+            staging=chosen.staging,
+            place="memory",
+        )
+        if plan.fits:
+            return Streaming(plan=plan, cache=None)
+        self.store.open()
+        cache = ExpertCache(
+            self.store,
+            Arena(plan.slots + plan.staging, self.store.slot_bytes),
+            staging=plan.staging,
+            shared=self.shared(plan.slots),
+            policy=POLICIES[chosen.policy](),
+        )
+        return Streaming(plan=plan, cache=cache)
 
 
-def stream(model: PreTrainedModel, places: Places, sizes: Mapping[Path, int], settings: Offload) -> Streaming:
-    """Let the experts of a model stream from the files that its buffers are views of.
+def streamable(
+    model: PreTrainedModel, source: Source, tensors: Mapping[str, Tensor], settings: Offload
+) -> Streamable:
+    """Find out how the experts of a model can stream.
 
-    places: where its buffers come from    sizes: of the files, in bytes
-    Raises OffloadError: no packed experts, a policy that nobody knows, too little memory, files that changed.
+    tensors: by name, views of the files of `source`
+    Raises OffloadError: no packed experts, a policy that nobody knows, files that changed.
     """
     if settings.policy not in POLICIES:
         raise OffloadError(f"policy {settings.policy!r}: expected one of {', '.join(POLICIES)}")
@@ -84,41 +147,63 @@ def stream(model: PreTrainedModel, places: Places, sizes: Mapping[Path, int], se
         raise OffloadError(
             f"{model.name_or_path}: has no packed experts that could stream; compress it first (`trilobite compress`)"
         )
-    store = ExpertStore([experts_of(layer) for layer in layers], places)
-    active = max(layer.active or 2 for layer in layers)
-    plan = divide(
-        model,
-        settings,
-        places,
-        experts=store.nbytes,
-        slot_bytes=store.slot_bytes,
-        count=store.count,
-        active=active,
-    )
-    cache = None
-    if not plan.fits:
-        cache = ExpertCache(
-            store,
-            {path: sizes[path] for path in store.files()},
-            slots=plan.slots,
-            staging=plan.staging,
-            shared=settings.pool or plan.slots < active * len(layers),
-            policy=POLICIES[settings.policy](),
-        )
-        attach(layers, cache, Guesser(layers, settings.ahead, settings.guesses))
-    found = Streaming(plan=plan, cache=cache)
-    model.__dict__[_ATTRIBUTE] = found
-    return found
+    places = {t.data_ptr(): (source.tensors[n].file, source.tensors[n].offset) for n, t in tensors.items()}
+    sizes: Mapping[Path, int] = {path: file.size for path, file in source.files.items()}
+    store = FileStore([experts_of(layer) for layer in layers], places, sizes)
+    return Streamable(model=model, layers=layers, store=store, places=places, settings=settings)
+
+
+def settings_of(model: PreTrainedModel, source: Source, memory: str | int | Offload | None) -> Offload | None:
+    """What a user's word for it means: bytes, a size such as "8GiB", or "auto": a bound where one is needed, else None.
+
+    Raises OffloadError for what is no size.
+    """
+    if isinstance(memory, Offload):
+        return memory
+    if memory is None or str(memory).lower() != AUTO:
+        return None if memory is None else Offload(memory=parse_size(memory))
+    nbytes = sum(f.size for f in source.files.values())
+    size = planning.automatic(model, nbytes, Offload.context)
+    return None if size is None else Offload(memory=size)
+
+
+def bound(
+    model: PreTrainedModel,
+    source: Source,
+    tensors: Mapping[str, Tensor],
+    memory: str | int | Offload | None,
+) -> Streaming | None:
+    """Let a model that was loaded from mapped files run in so much memory of the host.
+
+    tensors: by name, views of the files of `source`    memory: as `settings_of` takes it
+    Raises OffloadError: too little memory, and as `streamable` does.
+    """
+    settings = settings_of(model, source, memory)
+    if settings is None:
+        return None
+    try:
+        return _stream(streamable(model, source, tensors, settings))
+    except OffloadError:
+        if str(memory).lower() == AUTO:
+            return None  # nobody asked for a bound: the system's page cache does what it can
+        raise
+
+
+def _stream(wanted: Streamable) -> Streaming:
+    settings = wanted.settings
+    fixed = planning.fixed_on_host(wanted.model, settings.context, wanted.places)
+    found = wanted.in_front_of_disk(fixed, settings.slots)
+    if found.cache is not None:
+        cache, guesser = found.cache, wanted.guesser()
+        residences = [ExpertsOnHost(i, module, cache, guesser) for i, module in enumerate(wanted.modules)]
+        for module, residence in zip(wanted.modules, residences, strict=True):
+            residence.bind(module)
+        for module, residence in zip(wanted.modules, residences, strict=True):
+            module.residence = residence
+    return remember(wanted.model, found)
 
 
 def experts_of(layer: MoeLayer) -> PackedExperts:
     """The packed experts of a layer."""
     assert isinstance(layer.experts, PackedExperts)
     return layer.experts
-
-
-def attach(layers: Sequence[MoeLayer], cache: ExpertCache, guesser: Guesser) -> None:
-    """Let these layers live in a cache. Raises OffloadError where the CPU engine does not run one of them."""
-    residences = [ExpertsInSlots(i, experts_of(layer), cache, guesser) for i, layer in enumerate(layers)]
-    for layer, residence in zip(layers, residences, strict=True):
-        experts_of(layer).residence = residence

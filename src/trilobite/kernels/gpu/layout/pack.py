@@ -10,7 +10,6 @@ transforms follow as they are stored, padded to whole words. The matrices of all
 
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from trilobite.kernels.gpu.layout.words import (
     unpack_meta,
     unpack_words,
 )
-from trilobite.kernels.layer import ABSENT, Coding, Pack
+from trilobite.kernels.layer import ABSENT, Coding, Codings, Pack, PackColumn
 from trilobite.recipe import COMPENSATORS, AnyFormat, Format, LatticeFormat
 
 GROUPS = (16, 32, 64)
@@ -39,21 +38,6 @@ RANKS = 32
 """Ranks of U in a block."""
 ALIGN = 32
 """Words: every part of a slab begins at a multiple of 128 bytes."""
-
-
-class PackColumn(IntEnum):
-    """Columns of a table: offsets of the parts in 32-bit words, rank, and class (-1 = absent)."""
-
-    WORDS = 0
-    META = 1
-    U_WORDS = 2
-    U_META = 3
-    V_WORDS = 4
-    V_META = 5
-    SIGNS_IN = 6
-    SIGNS_OUT = 7
-    RANK = 8
-    CLASS = 9
 
 
 def computes(fmt: AnyFormat) -> bool:
@@ -109,11 +93,6 @@ def _u_words(rank: int, bits: int) -> int:
 def _u_bits(bits: int) -> int:
     """Bits in which codes of U are kept: those of 3 bits in 4, so that 32 of them are a word."""
     return 4 if bits == 3 else bits
-
-
-def words_needed(w: PackedWeight) -> int:
-    """32-bit words of a matrix in the GPU layout."""
-    return sum(_aligned(torch.Size(s).numel()) for s in _shapes(w).values())
 
 
 def _aligned(words: int) -> int:
@@ -197,12 +176,24 @@ def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> Pack:
     rows: for every expert, its matrices (None where one is absent); E rows of P
     Raises ShapeError for a format that the kernels do not compute, DeviceError when memory does not suffice.
     """
+    table, codings, words = arrange(rows)
+    device = next(w.packed.device for row in rows for w in row if w is not None)
+    slab = _allocate(words, device)
+    for places, row in zip(table, rows, strict=True):
+        fill(slab, places, row)
+    shapes = [next((w.shape for w in column if w is not None), (0, 0)) for column in zip(*rows, strict=True)]
+    return Pack(slab=slab, table=table.to(device), codings=codings, shapes=shapes)
+
+
+def arrange(rows: Sequence[Sequence[PackedWeight | None]]) -> tuple[Tensor, Codings, int]:
+    """Where `repack` puts what: the table [E, P, 10] int64, the codings, and the words of the slab.
+
+    The parts of an expert lie next to each other, expert after expert.
+    Raises ShapeError for a format that the kernels do not compute.
+    """
     codings = [tuple(coding(w) for w in row) for row in rows]
     classes = [tuple(replace(c, rank=0) for c in row) for row in codings]
     kinds = list(dict.fromkeys(classes))
-    total = sum(words_needed(w) for row in rows for w in row if w is not None)
-    device = next(w.packed.device for row in rows for w in row if w is not None)
-    slab = _allocate(total, device)
     table = torch.full((len(rows), len(rows[0]), len(PackColumn)), -1, dtype=torch.int64)
     end = 0
     for e, row in enumerate(rows):
@@ -211,16 +202,25 @@ def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> Pack:
             if w is None:
                 continue
             table[e, p, PackColumn.RANK] = w.rank
-            for place, part in _parts(w).items():
+            for place, shape in _shapes(w).items():
                 table[e, p, place] = end
-                slab[end : end + part.numel()] = part.flatten()
-                end += _aligned(part.numel())
+                end += _aligned(torch.Size(shape).numel())
     merged = tuple(
         tuple(_merge([codings[e][p] for e, c in enumerate(classes) if c == kind]) for p in range(len(kind)))
         for kind in kinds
     )
-    shapes = [next((w.shape for w in column if w is not None), (0, 0)) for column in zip(*rows, strict=True)]
-    return Pack(slab=slab, table=table.to(device), codings=merged, shapes=shapes)
+    return table, merged, end
+
+
+def fill(slab: Tensor, table: Tensor, row: Sequence[PackedWeight | None]) -> None:
+    """Write the matrices of one expert, whose weights may lie in the very memory that is written to.
+
+    slab: [words] int32    table: [P, 10] int64 on the CPU, this expert's row
+    """
+    parts = [None if w is None else _parts(w) for w in row]
+    for places, made in zip(table.tolist(), parts, strict=True):
+        for place, part in (made or {}).items():
+            slab[places[place] : places[place] + part.numel()] = part.flatten()
 
 
 def _allocate(words: int, device: torch.device) -> Tensor:
