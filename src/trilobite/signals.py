@@ -14,12 +14,13 @@ TYPE_CHECKING = False  # as in trilobite/__init__.py
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 SHOW_CURSOR = "\x1b[?25h"
 
 _state: Callable[[], str] | None = None
+_terminal: list[Any] | None = None
 
 
 def answer_signals() -> None:
@@ -35,6 +36,38 @@ def tell_state(state: Callable[[], str] | None) -> None:
     _state = state
 
 
+def keep_terminal() -> None:
+    """Give the terminal back as it is now, whatever an editor of lines makes of it until a signal comes."""
+    global _terminal
+    import termios  # where there is no such module, there is no editor of lines either
+
+    _terminal = termios.tcgetattr(0)
+
+
+class Patience:
+    """A context in which the first Ctrl-C is only noted, in `asked`; the second ends the process as ever."""
+
+    def __init__(self, *, wanted: bool = True) -> None:
+        """Nobody has asked yet. wanted: else Ctrl-C stays what it is."""
+        self.wanted, self.asked = wanted, False
+
+    def __enter__(self) -> Patience:
+        """Take Ctrl-C over, unless it is ignored."""
+        self._before = signal.getsignal(signal.SIGINT)
+        if self.wanted and self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give it back."""
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            _stop(number, frame)
+        self.asked = True
+
+
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     line = WORDS[signal.Signals(number)] + (f": {_state()}" if _state else "") + "\n"
     try:  # noqa: SIM105 - contextlib takes long to import
@@ -45,5 +78,9 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
         os.write(
             2, (("\n" + SHOW_CURSOR if os.isatty(2) else "") + line).encode()
         )  # a print may be under way
+        if _terminal is not None:
+            import termios
+
+            termios.tcsetattr(0, termios.TCSANOW, _terminal)
     finally:
         os._exit(128 + number)

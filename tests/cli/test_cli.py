@@ -187,7 +187,7 @@ def test_a_compiled_step_is_for_gpus(run: Run, packed: Path, monkeypatch: pytest
     assert refused.status == 2
     assert "--device cuda" in refused.err
     plain = run(*command).out
-    monkeypatch.setattr(cli_run, "_place", lambda device, compiled: "cpu")
+    monkeypatch.setattr(cli_run, "place", lambda device, compiled, gpu_memory: "cpu")
     fixed = run(*command, "--compile")
     assert fixed.out == plain
     assert "waits for the compiler" in fixed.err

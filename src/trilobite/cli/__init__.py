@@ -5,7 +5,19 @@ from typing import Annotated
 
 import typer
 
-from trilobite.cli import bench, compress, evaluate, inspect, offload, report, run, serve, translate, verify
+from trilobite.cli import (
+    bench,
+    chat,
+    compress,
+    evaluate,
+    inspect,
+    offload,
+    report,
+    run,
+    serve,
+    translate,
+    verify,
+)
 from trilobite.cli.streams import fail, standard_streams
 from trilobite.errors import TrilobiteError
 
@@ -27,7 +39,7 @@ for command in (
     report.report,
     verify.verify,
     run.generate,
-    run.chat,
+    chat.chat,
     translate.translate,
     serve.serve,
     evaluate.evaluate,

@@ -1,4 +1,4 @@
-"""generate, chat: text from a model."""
+"""generate: text from a model; the options of what makes text."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trilobite.runtime.generate.cache import FixedCache
-    from trilobite.runtime.generate.chat import Chat
     from trilobite.runtime.generate.text import Generated
 
 ModelArgument = Annotated[
@@ -76,20 +75,20 @@ CompileOption = Annotated[
 ]
 
 
-def _place(device: str, compiled: bool, gpu_memory: str | None) -> str:
+def place(device: str, compiled: bool, gpu_memory: str | None) -> str:
     """Where a model runs.
 
     Raises typer.BadParameter for a step compiled on a CPU, where that does not pay, or with experts that stream.
     """
     if compiled and gpu_memory is not None:
         raise typer.BadParameter("a compiled step brings no experts: leave out --compile or --gpu-memory")
-    place = usable_device(device)
-    if compiled and place == "cpu":
+    found = usable_device(device)
+    if compiled and found == "cpu":
         raise typer.BadParameter("--compile is for GPUs: add --device cuda")
-    return place
+    return found
 
 
-def _fixed_cache(compiled: bool, model: "PreTrainedModel") -> "FixedCache | None":
+def fixed_cache(compiled: bool, model: "PreTrainedModel") -> "FixedCache | None":
     """What makes `generate` compile its step, where that is asked for."""
     from trilobite.runtime.generate.cache import FixedCache
 
@@ -143,12 +142,12 @@ def generate(
         )
         if prompt == "-":
             prompt = sys.stdin.read().removesuffix("\n")
-        place = _place(place_of(device, memory, gpu_memory), compiled, gpu_memory)
+        where = place(place_of(device, memory, gpu_memory), compiled, gpu_memory)
         loaded = load_within(
             model,
             memory,
             gpu_memory=gpu_memory,
-            device=place,
+            device=where,
             activations=activations,
             guesses=guesses,
             ahead=ahead,
@@ -163,7 +162,7 @@ def generate(
             tokens=tokens,
             sampling=sampling,
             on_text=None if json else echo.write,
-            cache=_fixed_cache(compiled, loaded),
+            cache=fixed_cache(compiled, loaded),
         )
     if json:
         print_json(
@@ -181,7 +180,7 @@ def generate(
         )
     else:
         echo.write("\n")
-        note(_speed(made))
+        note(speed(made))
         if verbose:
             note(metrics.line())
 
@@ -197,98 +196,16 @@ class _Echo:
         self.before = ""
 
 
-def chat(
-    model: ModelArgument,
-    tokens: Annotated[
-        int, typer.Option("-n", "--tokens", help="At most so many tokens an answer.", min=1, metavar="N")
-    ] = 256,
-    seed: SeedOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0,
-    repetition_penalty: PenaltyOption = None,
-    stop: StopOption = None,
-    device: DeviceOption = "auto",
-    compiled: CompileOption = False,
-    activations: ActivationsOption = "exact",
-    memory: MemoryOption = "auto",
-    gpu_memory: GpuMemoryOption = None,
-    guesses: GuessesOption = 2,
-    ahead: AheadOption = 1,
-    verbose: VerboseOption = False,
-) -> None:
-    """Talk with a model.
-
-    /reset forgets the conversation, /quit (or Ctrl-D) ends it. Input may be piped. A model without a chat
-    template continues your text instead. A turn reads only what is new, unless the step is compiled.
-
-    \b
-    Example: trilobite chat mixtral-3bit --temperature 0.7
-    """
-    from trilobite.runtime.generate.chat import Chat
-    from trilobite.runtime.generate.text import Sampling
-    from trilobite.runtime.load import load_tokenizer
-
-    with quiet():
-        sampling = Sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
-            stop=tuple(stop or ()),
-            seed=seed,
-        )
-        place = _place(place_of(device, memory, gpu_memory), compiled, gpu_memory)
-        loaded = load_within(
-            model,
-            memory,
-            gpu_memory=gpu_memory,
-            device=place,
-            activations=activations,
-            guesses=guesses,
-            ahead=ahead,
-        )
-        talk = Chat(loaded, load_tokenizer(model), sampling, _fixed_cache(compiled, loaded))
-        if not talk.has_template:
-            note("this model has no chat template: it continues your text instead of answering")
-        note("/reset forgets the conversation, /quit ends it")
-        _converse(talk, tokens, Metrics(loaded) if verbose else None)
-
-
-def _converse(talk: "Chat", tokens: int, metrics: Metrics | None) -> None:
-    from trilobite.errors import PromptError
-
-    while True:
-        if sys.stdin.isatty():
-            _write("> ")
-        line = sys.stdin.readline()
-        message = line.strip()
-        if not line or message == "/quit":
-            return
-        if message == "/reset":
-            talk.reset()
-            note("forgotten")
-        elif message:
-            try:
-                made = talk.ask(message, tokens=tokens, on_text=_write)
-            except PromptError as e:
-                note(f"error: {e}")
-                continue
-            _write("\n")
-            note(_speed(made))
-            if metrics is not None:
-                note(metrics.line())
-
-
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _speed(made: "Generated") -> str:
-    stop = {"end": "", "stop": "", "length": "", "context": "; stopped where the model's context ends"}[
-        made.stop
-    ]
+def speed(made: "Generated") -> str:
+    """How fast a text was read and made, in a line."""
+    stop = {"context": "; stopped where the model's context ends", "interrupted": "; stopped by you"}.get(
+        made.stop, ""
+    )
     remembered = f" ({made.remembered} remembered)" if made.remembered else ""
     return (
         f"{made.tokens} tokens, {made.tokens_per_second:.1f} tokens/s; "

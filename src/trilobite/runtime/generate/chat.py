@@ -10,7 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.errors import PromptError
 from trilobite.runtime.generate.cache import GrowingCache, TextCache
-from trilobite.runtime.generate.streamer import OnText
+from trilobite.runtime.generate.streamer import OnText, Unwanted
 from trilobite.runtime.generate.text import Generated, Sampling, check_text, context_length, continue_ids
 
 Messages = list[dict[str, str]]
@@ -36,6 +36,7 @@ class Chat:
         self.sampling = sampling or Sampling()
         self.cache = GrowingCache(model) if cache is None and not model.config.is_encoder_decoder else cache
         self.messages: Messages = []
+        self.system = ""
 
     @property
     def has_template(self) -> bool:
@@ -43,11 +44,13 @@ class Chat:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def reset(self) -> None:
-        """Forget everything said."""
+        """Forget everything said; the system prompt stays."""
         self.messages = []
 
-    def ask(self, message: str, *, tokens: int, on_text: OnText | None = None) -> Generated:
-        """Say something and get the answer, of at most `tokens` tokens.
+    def ask(
+        self, message: str, *, tokens: int, on_text: OnText | None = None, unwanted: Unwanted | None = None
+    ) -> Generated:
+        """Say something and get the answer, of at most `tokens` tokens, and of fewer where it is `unwanted()`.
 
         Raises PromptError for a message too long for the context, or refused by the chat template; the history
         stays as it was.
@@ -64,6 +67,7 @@ class Chat:
             sampling=self.sampling,
             on_text=on_text,
             cache=self.cache,
+            unwanted=unwanted,
         )
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer
@@ -78,10 +82,12 @@ class Chat:
         return messages, ids
 
     def _ids(self, messages: Messages) -> Tensor:
+        if self.system:
+            messages = [{"role": "system", "content": self.system}, *messages]
         if self.has_template:
             text = self._written(messages)
         else:
-            text = "".join(m["content"] + "\n" * (m["role"] == "assistant") for m in messages)
+            text = "".join(m["content"] + "\n" * (m["role"] != "user") for m in messages)
         special = not self.has_template  # a template writes them itself
         ids: Tensor = self.tokenizer(
             text, add_special_tokens=special, return_tensors="pt", verbose=False

@@ -12,20 +12,28 @@ from trilobite.runtime.generate.stops import Stops
 
 OnText = Callable[[str], None]
 """Called with each new piece of text, as soon as it is sure."""
+Unwanted = Callable[[], bool]
+"""Whether somebody has asked for the text to end where it is."""
 
 
 class Streamer(TextStreamer):  # type: ignore[misc]
     """Hands text on instead of printing it, and keeps the time of every token.
 
-    stops: strings that end the text and do not belong to it
+    stops: strings that end the text and do not belong to it    unwanted: asked after every token whether to end here
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, on_text: OnText | None, stops: tuple[str, ...] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        on_text: OnText | None,
+        stops: tuple[str, ...] = (),
+        unwanted: Unwanted | None = None,
     ) -> None:
         """Begin before the prompt, which is passed over."""
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.on_text = on_text
+        self.unwanted = unwanted
+        self.interrupted = False
         self.stops = Stops(stops)
         self.pieces: list[str] = []
         self.times: list[float] = []
@@ -38,7 +46,9 @@ class Streamer(TextStreamer):  # type: ignore[misc]
 
     def stop_at(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Whether each text [B] bool has stopped: transformers' own search misses strings of half characters."""
-        return torch.full((input_ids.shape[0],), self.stopped, device=input_ids.device)
+        self.interrupted = self.unwanted is not None and self.unwanted()
+        ends = self.stopped or self.interrupted
+        return torch.full((input_ids.shape[0],), ends, device=input_ids.device)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Hand on what cannot change any more."""

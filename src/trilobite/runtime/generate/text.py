@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trilobite.errors import CheckpointError, DeviceError, PromptError, TrilobiteError
 from trilobite.runtime.finite import FiniteLogits
 from trilobite.runtime.generate.cache import TextCache
-from trilobite.runtime.generate.streamer import OnText, Streamer
+from trilobite.runtime.generate.streamer import OnText, Streamer, Unwanted
 
 COLDEST = 1e-5
 """Lowest temperature above 0: logits divided by less leave float32."""
@@ -74,7 +74,7 @@ class Generated:
 
     remembered: tokens of the prompt that were in the cache
     seconds: for all tokens after the first
-    stop: why it ended: "end" (the model), "stop" (a stop string), "length", "context"
+    stop: why it ended: "end" (the model), "stop" (a stop string), "length", "context", "interrupted"
     """
 
     text: str
@@ -122,8 +122,12 @@ def continue_ids(
     sampling: Sampling,
     on_text: OnText | None = None,
     cache: TextCache | None = None,
+    unwanted: Unwanted | None = None,
 ) -> Generated:
-    """Continue token ids [1, T] int64. Raises PromptError as `generate` does, DeviceError where memory ends."""
+    """Continue token ids [1, T] int64, until `unwanted()` where that is given.
+
+    Raises PromptError as `generate` does, DeviceError where memory ends.
+    """
     room = _room(model, ids)
     most = min(tokens, room)
     length = ids.shape[1] + most
@@ -134,7 +138,7 @@ def continue_ids(
     remembered = 0 if past is None else int(past.get_seq_length())
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
-    streamer = Streamer(tokenizer, on_text, sampling.stop)
+    streamer = Streamer(tokenizer, on_text, sampling.stop, unwanted)
     ids = ids.to(model.device)
     started = perf_counter()
     with _memory_for(length, model.device), blamed_on_settings(model):
@@ -154,7 +158,12 @@ def continue_ids(
         cache.keep(past, output)
     made = streamer.times
     whole = len(made) == most and int(output[0, -1]) not in _ends(model)
-    stop = "stop" if streamer.stopped else "end" if not whole else "length" if tokens <= room else "context"
+    if streamer.interrupted:
+        stop = "interrupted"
+    else:
+        stop = (
+            "stop" if streamer.stopped else "end" if not whole else "length" if tokens <= room else "context"
+        )
     return Generated(
         text="".join(streamer.pieces),
         prompt_tokens=ids.shape[1],
