@@ -4,7 +4,7 @@ The corpus is a folder of sentence pairs, one a line: ``train``, ``val`` and ``t
 and ``.de`` (Multi30k). The work folder, one for each run, holds the tokenizer, a checkpoint written every few
 minutes and the best weights so far by validation BLEU: the same command run again continues from there.
 ``--evaluate`` trains nothing: it measures the folder ``--out`` with transformers' own code. Validation needs
-``pip install sacrebleu``. No model made by this program is part of the repository yet (``examples/README.md``).
+``pip install sacrebleu``. It made ``examples/tiny-translator`` (``examples/README.md``).
 """
 
 from __future__ import annotations
