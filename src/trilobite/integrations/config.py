@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers.quantizers import register_quantization_config
+from transformers.quantizers import auto, register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trilobite.checkpoint.packed import FORMAT_VERSION
@@ -20,7 +20,8 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
     keep_unmatched: when quantizing on load, keep what no role and no part of the model claims (`--keep-unmatched`)
     tensors: dtypes and shapes by name, rows: N where tiles do not tell it, and folder, where they are, are set by
     `trilobite.load`: it has no checkpoint files to look them up in
-    activations, threads: as in `trilobite.load`, of a model that is quantized while it loads; not stored
+    activations, threads, memory, gpu_memory: as in `trilobite.load`, of the model that loads; not stored. The last two
+    are for packed checkpoints, whose experts stay in their files then
     """
 
     def __init__(
@@ -33,6 +34,8 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         folder: str | None = None,
         activations: str = "exact",
         threads: int | None = None,
+        memory: Any = None,
+        gpu_memory: Any = None,
         **ignored: Any,
     ) -> None:
         """ignored: keys that a later release of the same format version may add."""
@@ -44,7 +47,16 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.rows = rows
         self.folder = folder
         self.activations, self.threads = activations, threads
+        self.memory, self.gpu_memory = memory, gpu_memory
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What a packed checkpoint's own configuration takes over from the one that `from_pretrained` was given."""
+        return {name: getattr(self, name) for name in ("activations", "threads", "memory", "gpu_memory")}
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json stores."""
         return {"quant_method": METHOD, "format_version": self.format_version, "recipe": self.recipe}
+
+
+# So that `get_loading_attributes` is asked for.
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, TrilobiteConfig)

@@ -21,10 +21,11 @@ from transformers.quantizers import HfQuantizer
 from trilobite.checkpoint.guard import lift
 from trilobite.checkpoint.packed import REPORT, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
-from trilobite.errors import CheckpointError, RecipeError
+from trilobite.errors import CheckpointError, OffloadError, RecipeError
 from trilobite.integrations.config import Tensors, TrilobiteConfig
 from trilobite.integrations.resizing import resize_packed
 from trilobite.integrations.saving import notes_of, save_packed
+from trilobite.integrations.streaming import StreamedExperts, check_placement
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.experts import EXPERT_NAME
 from trilobite.models.names import memory_names
@@ -56,10 +57,16 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         self.records: dict[str, dict[str, Any]] = {}
         self.source: Source | None = None
         self.notes: dict[str, str] = {}
+        self.streamed: StreamedExperts | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a format version that this release does not read."""
         check_version(self.quantization_config.format_version, "quantization_config in config.json")
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """As it is. Raises OffloadError where bounds on memory say where the model lies."""
+        check_placement(device_map, self.quantization_config.memory, self.quantization_config.gpu_memory)
+        return device_map
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """The first hook that sees the configuration: the weights have found who reads them."""
@@ -119,6 +126,22 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             check_rows(
                 model, {translate(f"{n}_packed").removesuffix(".weight_packed"): rows[n] for n in rows}
             )
+        self._let_stream(model, translate)
+
+    def _let_stream(self, model: PreTrainedModel, translate: Callable[[str], str]) -> None:
+        """Keep experts that shall stream out of the loader's hands."""
+        chosen = self.quantization_config
+        memory, gpu_memory = chosen.memory, chosen.gpu_memory
+        chosen.memory = chosen.gpu_memory = None
+        if memory is None and gpu_memory is None:
+            return
+        if not self.pre_quantized or self.source is None:
+            raise OffloadError(
+                "memory and gpu_memory are for packed checkpoints, from whose files experts stream: run `trilobite "
+                "compress` first and load what it makes"
+            )
+        self.streamed = StreamedExperts(self.source, translate, memory, gpu_memory)
+        self.streamed.hide(model)
 
     def _stored(self, source: Source) -> Tensors:
         """dtype and shape of every packed tensor: on disk, or planned when quantizing on load."""
@@ -165,6 +188,8 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         return QuantizeOnLoad(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if self.streamed is not None:
+            self.streamed.show(model)
         finish(model)
         chosen = self.quantization_config
         configure(model, CpuSettings(chosen.activations, chosen.threads))
@@ -174,6 +199,9 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         model.resize_token_embeddings = partial(resize_packed, model, self.notes)
         # What save_pretrained reverses: the renamings, not the converters that stacked 16-bit experts.
         model._weight_conversions = get_model_conversion_mapping(model, None, self, add_legacy=False)
+        if self.streamed is not None:
+            self.streamed.bind(model)
+            self.streamed = None
 
     def _describe(self, plan: Plan) -> dict[str, str]:
         """The report and the card of what was quantized while it loaded."""

@@ -31,6 +31,10 @@ class CopyEngine(ABC):
         """piece: bytes that a thread copies at a time."""
         self.transfers = Transfers("copy", threads=threads, piece=piece)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "CopyEngine":
+        """There is one bus, however often the settings that name it are copied."""
+        return self
+
     def copy(
         self, source: Tensor, target: Tensor, *, urgent: bool, finish: Callable[[], None] | None = None
     ) -> Transfer:

@@ -5,12 +5,14 @@ guesses. A piece begins behind an event of the stream that computes: slots are w
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from trilobite.errors import OffloadError
+from trilobite.kernels import ops
 from trilobite.runtime.offload.copies import PIECE, CopyEngine
 from trilobite.runtime.offload.memory import Arena
 
@@ -49,6 +51,8 @@ class CudaCopies(CopyEngine):
             raise OffloadError(
                 "gpu_memory: there is no GPU that torch can use; leave it out, and bound the RAM with memory instead"
             )
+        if (missing := ops.missing_triton()) is not None:
+            raise OffloadError(f"gpu_memory: {missing}")
         index = torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._own = threading.local()
@@ -92,14 +96,16 @@ class CudaCopies(CopyEngine):
         return GpuArena(slots, slot_bytes, self.device)
 
     def pin(self, arena: Arena) -> None:
-        """Lock its pages: torch's own pinned memory comes in powers of two."""
+        """Lock its pages until it is forgotten: torch's own pinned memory comes in powers of two."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(arena.tensor.data_ptr(), arena.tensor.numel(), 0)
+        address = arena.tensor.data_ptr()
+        status = runtime.cudaHostRegister(address, arena.tensor.numel(), 0)
         if int(status):
             raise OffloadError(
                 f"{arena.tensor.numel() / 1e9:.2f} GB of memory cannot be pinned for copies to {self.device} (CUDA "
                 f"error {int(status)}); bound it with --memory"
             )
+        weakref.finalize(arena, runtime.cudaHostUnregister, address).atexit = False
 
     def used(self) -> int:
         """What torch holds there, and what CUDA itself takes of it is not counted."""

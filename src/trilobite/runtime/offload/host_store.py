@@ -153,6 +153,7 @@ class SlotStore(ExpertStore):
         self.engine, self.lower, self.files = engine, lower, lower.store
         self.layout = layout
         self._shapes = [(layer.intermediate_size, layer.hidden_size) for layer in layers]
+        engine.pin(lower.arena)
         self._copying: list[Transfer] = []
         self._keep: set[Key] = set()
         self.rows, self.offsets, self.unit = self.files.rows, self.files.offsets, self.files.unit
