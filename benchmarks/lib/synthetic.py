@@ -47,7 +47,7 @@ def write_mixtral(folder: Path, layers: int) -> tuple[list[int], int]:
     for number, prefixes in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         chosen = {t: shape for t, shape in shapes.items() if t.startswith(prefixes)}
-        _write_shard(folder / name, chosen, block)
+        write_shard(folder / name, chosen, block)
         index |= dict.fromkeys(chosen, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     sizes = sorted((torch.Size(shape).numel() for shape in shapes.values()), reverse=True)
@@ -70,7 +70,8 @@ def _mixtral_tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"{layer}.block_sparse_moe.experts.{e}.{name}.weight", shape
 
 
-def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], block: Tensor) -> None:
+def write_shard(path: Path, shapes: dict[str, tuple[int, ...]], block: Tensor) -> None:
+    """One safetensors file of bf16 tensors, each the block, scaled and repeated."""
     header: dict[str, Any] = {}
     at = 0
     for name, shape in shapes.items():

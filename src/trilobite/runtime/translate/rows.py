@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 
+from trilobite.models.plain_experts import PlainExperts
 from trilobite.runtime.finite import not_finite
 from trilobite.runtime.modules.experts import PackedExperts
 
 Pruning = Literal["compact", "mask", "off"]
 """What becomes of a finished sentence: its rows leave the batch; they stay, without experts; they stay as they are."""
+EXPERTS = (PackedExperts, PlainExperts)
+"""Modules that know index E."""
 
 
 class Rows:
@@ -100,13 +103,13 @@ def without_experts(rows: Rows) -> Iterator[None]:
 
     def mask(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, index, weights = args
-        assert isinstance(module, PackedExperts)
+        assert isinstance(module, EXPERTS)
         closed = rows.closed.repeat_interleave(rows.beams)
         if len(hidden) != len(closed):
             return args
         return hidden, index.masked_fill(closed[:, None], module.num_experts), weights
 
-    layers = [m for m in rows.model.get_decoder().modules() if isinstance(m, PackedExperts)]
+    layers = [m for m in rows.model.get_decoder().modules() if isinstance(m, EXPERTS)]
     hooks = [layer.register_forward_pre_hook(mask) for layer in layers]
     try:
         yield
@@ -118,14 +121,13 @@ def without_experts(rows: Rows) -> Iterator[None]:
 def rows_are_coupled(model: PreTrainedModel) -> bool:
     """Whether what becomes of a sentence depends on the others in its batch: then nobody may leave it.
 
-    NLLB-MoE drops tokens beyond a share of the batch where its configuration says less than all of it, and can draw
-    second experts; two processors of transformers look sentences up by their row.
+    NLLB-MoE drops tokens beyond a share of the batch where its configuration says less than all of it; two processors of
+    transformers look sentences up by their row.
     """
     config, generation = model.config, model.generation_config
     fraction = getattr(config, "moe_eval_capacity_token_fraction", 1.0)
     return bool(
         fraction < 1
-        or getattr(config, "second_expert_policy", "all") != "all"
         or generation.encoder_no_repeat_ngram_size
         or (generation.encoder_repetition_penalty or 1.0) != 1.0
     )

@@ -1,0 +1,209 @@
+"""Tables 1, 3 and 4 of *Who Says Elephants Can't Run*: sentences and tokens per second, what pruning is worth, the cost.
+
+    python -m benchmarks.speed.translate examples/tiny-translator --price 0.40
+    python -m benchmarks.speed.translate examples/tiny-translator --large --experts 128   # NLLB-MoE's layers, random
+    python -m benchmarks.speed.translate --price 0.40 --from MEASURED.json                # Table 4 alone
+
+Batches are those that `trilobite translate` makes of the whole test set, some of them, spread evenly over the lengths.
+"transformers" is its own model and its own `generate`, in a process that has not seen trilobite; "16 bit" is the
+original with the loops of `trilobite translate`. Tokens are those of the translations. With --large the weights are random, so
+experts are drawn by the shares that the trained model's decoder gives its own, and sentences end where their references
+do.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.lib.markdown import table
+from benchmarks.lib.plain_translation import padded
+from benchmarks.lib.recipes import with_method
+from benchmarks.lib.script import add_output, add_page, add_work, parser, publish
+from benchmarks.lib.translating import TEST, counted, routed_like, spread_batches, write_nllb
+from trilobite.evaluate.translation import read_pairs
+from trilobite.quantize.run.compress import compress
+from trilobite.recipe import PRESETS
+from trilobite.runtime.load import load, load_tokenizer
+from trilobite.runtime.translate.decoding import Decoding
+from trilobite.runtime.translate.rows import Pruning
+from trilobite.runtime.translate.translator import Search, Translator
+
+RECIPES = {"int8": "int8-experts", "int4": "int4-experts", "3 bit": "search3"}
+PRUNINGS: dict[str, Pruning] = {"": "off", ", pruned": "compact", ", index E": "mask"}
+Cells = dict[str, list[list[float]]]
+"""Variant -> for every number of beams and batch size, in this order: seconds, tokens, sentences."""
+
+
+def packed_at(model: Path, name: str, work: Path, *, quickly: bool) -> Path:
+    """A packed copy in the work folder; quickly: rounded to nearest, where weights are random anyway."""
+    recipe = PRESETS[RECIPES[name]]
+    folder = work / model.name / f"translate-{recipe.name}"
+    if not (folder / "config.json").exists():
+        compress(str(model), folder, with_method(recipe, "rtn") if quickly else recipe)
+    return folder
+
+
+class Bench:
+    """Sentences of the test set, their batches, and what is measured on a model."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.tokenizer = load_tokenizer(str(options.model))
+        sources, references = read_pairs(*options.pairs)
+        self.ids = self.tokenizer(sources).input_ids
+        self.ends = [len(row) for row in self.tokenizer(references).input_ids]
+        lengths = [len(row) for row in self.ids]
+        self.batches = [
+            spread_batches(lengths, size, max(options.sentences, size)) for size in options.batches
+        ]
+
+    def transformers(self, dtype: str) -> tuple[list[list[float]], int]:
+        """Its own model and loops, in a process of its own."""
+        job = {
+            "batches": [[[self.ids[i] for i in batch] for batch in found] for found in self.batches],
+            "beams": self.options.beams,
+            "threads": torch.get_num_threads(),
+        }
+        command = [sys.executable, "-m", "benchmarks.lib.plain_translation", str(self.options.model), dtype]
+        made = subprocess.run(command, input=json.dumps(job), text=True, capture_output=True, check=False)
+        if made.returncode:
+            raise SystemExit(made.stderr)
+        found = json.loads(made.stdout.splitlines()[-1])
+        sentences = [sum(map(len, batches)) for _ in self.options.beams for batches in self.batches]
+        return [[*cell, count] for cell, count in zip(found["cells"], sentences, strict=True)], found["bytes"]
+
+    def ours(self, model: Any, pruning: Pruning, *, random: bool) -> list[list[float]]:
+        """Our loops. random: sentences of random weights end where their references do."""
+        cells: list[list[float]] = []
+        for beams in self.options.beams:
+            for batches in self.batches:
+                run = self._forced if random else self._free
+                run(model, batches[0][:2], beams, pruning)
+                started = time.perf_counter()
+                tokens = sum(run(model, batch, beams, pruning) for batch in batches)
+                cells.append([time.perf_counter() - started, tokens, sum(map(len, batches))])
+        return cells
+
+    def _free(self, model: Any, batch: list[int], beams: int, pruning: Pruning) -> int:
+        search = Search(beams=beams, batch=len(batch), pruning=pruning)
+        translator = Translator(model, self.tokenizer, search=search)
+        return sum(t.tokens for _, found in translator.run([self.ids[i] for i in batch]) for t in found)
+
+    def _forced(self, model: Any, batch: list[int], beams: int, pruning: Pruning) -> int:
+        source, mask = padded([self.ids[i] for i in batch])
+        limits = torch.tensor([self.ends[i] for i in batch])
+        with torch.inference_mode():
+            model.generate(
+                source,
+                attention_mask=mask,
+                num_beams=beams,
+                do_sample=False,
+                max_new_tokens=int(limits.max()),
+                suppress_tokens=[model.generation_config.eos_token_id],
+                custom_generate=Decoding(source, limits=limits, pruning=pruning),
+            )
+        return int(limits.sum())
+
+
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[Cells, dict[str, int]]:
+    """Every variant of a model, and the bytes of its weights."""
+    bench, cells = Bench(options), Cells()
+    sizes: dict[str, int] = {}
+    folder, shares = options.model, None
+    if options.large:
+        trained = load(str(options.model))
+        with counted(trained) as shares:
+            bench._free(trained, list(range(50)), 1, "compact")
+        folder = options.work / f"nllb-{options.experts}-{options.layers}"
+        if not folder.exists():
+            write_nllb(folder, bench.tokenizer, experts=options.experts, layers=options.layers)
+    folders = {name: packed_at(folder, name, options.work, quickly=options.large) for name in options.recipes}
+    if options.prepare:
+        return cells, sizes
+    if not options.large:
+        for dtype, name in (("float32", "transformers fp32"), ("bfloat16", "transformers bf16")):
+            say(name)
+            cells[name], sizes[name] = bench.transformers(dtype)
+    for name, path in {"16 bit": folder, **folders}.items():
+        model = load(str(path), dtype=torch.bfloat16)
+        size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        with routed_like(model, shares) if shares is not None else nullcontext():
+            for suffix in options.prunings:
+                say(name + suffix)
+                cells[name + suffix] = bench.ours(model, PRUNINGS[suffix], random=options.large)
+                sizes[name + suffix] = size
+        del model
+    return cells, sizes
+
+
+def speeds(options: argparse.Namespace, cells: Cells, sizes: Mapping[str, int]) -> str:
+    """Tokens, and sentences, per second: a table for each number of beams."""
+    parts = []
+    columns = len(options.batches)
+    for at, beams in enumerate(options.beams):
+        rows = []
+        for name, found in cells.items():
+            row = found[at * columns : (at + 1) * columns]
+            speed = [f"{tokens / s:,.0f} ({count / s:.1f})" for s, tokens, count in row]
+            rows.append([name, f"{sizes[name] / 1e6:,.0f}", *speed])
+        header = ["tokens/s (sentences/s)", "weights, MB", *(f"batch {size}" for size in options.batches)]
+        parts += [f"Beams {beams}:\n\n{table(header, rows)}"]
+    return "\n\n".join(parts)
+
+
+def costs(price: float, cells: Cells) -> str:
+    """Table 4: cost of a million tokens at the best throughput of each variant."""
+    rows = []
+    for name, found in cells.items():
+        best = max(tokens / seconds for seconds, tokens, _ in found)
+        rows.append([name, f"{best:,.0f}", f"{price / (best * 3600) * 1e6:.4f}"])
+    return table(["variant", "best tokens/s", f"per million tokens, at {price} an hour"], rows)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("model", type=Path, nargs="?", help="a trained translator, unpacked")
+    options.add_argument("--pairs", type=Path, nargs=2, default=TEST, metavar=("SOURCE", "TARGET"))
+    options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 20, 64, 96])
+    options.add_argument("--beams", type=int, nargs="+", default=[1, 5])
+    options.add_argument("--sentences", type=int, default=96, help="in a cell, or one batch")
+    options.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    options.add_argument("--prunings", nargs="+", default=list(PRUNINGS), choices=list(PRUNINGS))
+    options.add_argument("--large", action="store_true", help="layers of NLLB-MoE-54B, random weights")
+    options.add_argument("--experts", type=int, default=128, help="with --large")
+    options.add_argument("--layers", type=int, default=1, help="with --large: of the decoder")
+    options.add_argument("--prepare", action="store_true", help="only pack the models")
+    options.add_argument("--price", type=float, help="of an hour of this machine: also print Table 4")
+    options.add_argument("--from", dest="measured", type=Path, help="cells measured before, as JSON")
+    options.add_argument("--threads", type=int, help="default: torch's")
+    add_work(options)
+    add_page(options, "translate-speed")
+    add_output(options)
+    chosen = options.parse_args()
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    sizes: dict[str, int] = {}
+    if chosen.measured:
+        cells = json.loads(chosen.measured.read_text())["cells"]
+        report = costs(chosen.price or 1.0, cells)
+    else:
+        if chosen.model is None:
+            options.error("give MODEL, or --from FILE")
+        cells, sizes = measure(chosen, lambda name: print(name, file=sys.stderr, flush=True))
+        report = speeds(chosen, cells, sizes) if cells else "prepared"
+        if chosen.price and cells:
+            report += f"\n\n{costs(chosen.price, cells)}"
+    marker = "translate-speed-large" if chosen.large else "translate-speed"
+    publish(report, {"cells": cells, "bytes": sizes}, page=chosen.page, marker=marker, output=chosen.output)
+
+
+if __name__ == "__main__":
+    main()
