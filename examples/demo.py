@@ -1,6 +1,7 @@
 """`make demo`: compress the small MoE model that ships with the project and show what each recipe costs.
 
-One table: bytes, bits per weight, perplexity on a held-out text, seconds; then a generated sample of each.
+One table: bytes, bits per weight, perplexity on a held-out text, seconds; then a generated sample of each, and three
+sentences by the small translator, compressed to 3 bits.
 """
 
 import shutil
@@ -16,12 +17,19 @@ import trilobite
 from trilobite.evaluate.perplexity import Score, score, tokenize_file
 from trilobite.runtime.generate.text import Sampling, generate
 from trilobite.runtime.load import load_tokenizer
+from trilobite.runtime.translate.translator import Translator
 
 HERE = Path(__file__).parent
 MODEL, TEXT, OUTPUT = HERE / "tiny-moe", HERE / "heldout.txt", HERE.parent / "demo-output"
 RECIPES = ("rtn3", "search3", "milo-s1", "milo-s2")
 PROMPT = "The old man looked at the sea and"
 CONTEXT, BATCH = 256, 16
+TRANSLATOR, TRANSLATOR_RECIPE = HERE / "tiny-translator", "milo-s1"
+SENTENCES = (
+    "Two dogs are running across a field.",
+    "A woman in a red coat is reading a newspaper.",
+    "Three children play football on the beach.",
+)
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=1)
 
 
@@ -49,6 +57,20 @@ def main() -> None:
     console.print(_table(folders, scores, seconds))
     for name, sample in samples.items():
         console.print(f"\n[bold]{name}[/bold]: {PROMPT}[italic]{escape(sample)}[/italic]", highlight=False)
+    _translate(console)
+
+
+def _translate(console: Console) -> None:
+    """Three sentences by the compressed translator, with beam search."""
+    packed = OUTPUT / f"translator-{TRANSLATOR_RECIPE}"
+    trilobite.compress(str(TRANSLATOR), packed, trilobite.load_recipe(TRANSLATOR_RECIPE))
+    sizes = [sum(f.stat().st_size for f in at.glob("*.safetensors")) / 1e6 for at in (TRANSLATOR, packed)]
+    console.print(
+        f"\n[bold]{TRANSLATOR.name}[/bold], {sizes[0]:.1f} MB -> {sizes[1]:.1f} MB by {TRANSLATOR_RECIPE}:"
+    )
+    translator = Translator(trilobite.load(str(packed)), load_tokenizer(str(packed)), to="de")
+    for sentence, made in zip(SENTENCES, translator.translate(SENTENCES), strict=True):
+        console.print(f"  {sentence} [italic]{escape(made.texts[0])}[/italic]", highlight=False)
 
 
 def _table(folders: dict[str, Path], scores: dict[str, Score], seconds: dict[str, float]) -> Table:

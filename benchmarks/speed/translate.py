@@ -6,9 +6,9 @@
 
 Batches are those that `trilobite translate` makes of the whole test set, some of them, spread evenly over the lengths.
 "transformers" is its own model and its own `generate`, in a process that has not seen trilobite; "16 bit" is the
-original with the loops of `trilobite translate`. Tokens are those of the translations. With --large the weights are random, so
-experts are drawn by the shares that the trained model's decoder gives its own, and sentences end where their references
-do.
+original with the loops of `trilobite translate`. Tokens are those of the translations. With --large the weights are
+random, so experts are drawn by the shares that the trained model's decoder gives its own, and sentences end where their
+references do.
 """
 
 import argparse
