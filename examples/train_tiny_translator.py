@@ -357,6 +357,7 @@ def export(model: Any, tokenizer: Any, weights: dict[str, torch.Tensor], out: Pa
     """Write the Hugging Face folder, in bf16."""
     model.load_state_dict(weights)
     model.to(torch.bfloat16).eval()
+    model.config.task_specific_params = {"translation_en_to_de": {"prefix": ""}}  # how T5 says its languages
     model.generation_config = GenerationConfig(
         decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, max_new_tokens=LONGEST
     )
