@@ -2,12 +2,13 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.translators import build, nllb, save
+from support.translators import build, nllb, save, switch
 
 from benchmarks.lib.translating import counted, decoder_experts, routed_like, spread_batches
 from benchmarks.quality import translation
@@ -20,7 +21,7 @@ SOURCES = ["a cat", "the dog", "two dogs run", "x", "cats and dogs", "b c"]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     """Run the `main` of a script on a tiny model; returns what it printed, and the object of its last line."""
-    model, pairs = save(tmp_path / "model"), tmp_path / "pairs"
+    model, pairs = save(tmp_path / "model", partial(switch, 2)), tmp_path / "pairs"
     pairs.write_text("\n".join(SOURCES) + "\n")
 
     def call(script: Any, *arguments: object) -> tuple[str, Any]:

@@ -32,14 +32,15 @@ def t5() -> PreTrainedModel:
     )
 
 
-def switch() -> PreTrainedModel:
+def switch(decoder_layers: int = 4) -> PreTrainedModel:
+    """More layers in the decoder than in the encoder: transformers' own cache has too few for them."""
     config = SwitchTransformersConfig(
         **TOKENS,
         d_model=32,
         d_kv=8,
         d_ff=64,
         num_layers=2,
-        num_decoder_layers=4,  # more than the encoder's
+        num_decoder_layers=decoder_layers,
         num_heads=4,
         num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=2,
