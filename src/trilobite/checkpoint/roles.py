@@ -91,6 +91,8 @@ RULES: tuple[tuple[str, Role, str | None], ...] = (
     (MLP + UP + r"\.weight$", Role.DENSE_MLP, "up"),
     (MLP + DOWN + r"\.weight$", Role.DENSE_MLP, "down"),
     (MLP + r"gate_up_proj\.weight$", Role.DENSE_MLP, "gate_up"),
+    (r"\.layers\.\d+\.fc1\.weight$", Role.DENSE_MLP, "up"),  # BART, M2M100 and their like
+    (r"\.layers\.\d+\.fc2\.weight$", Role.DENSE_MLP, "down"),
     # Multi-token prediction: joins the next token's embedding to the hidden state.
     (r"(?:\.eh_proj|^mtp\.fc)\.weight$", Role.DENSE_MLP, None),
     # Both ends of the model.

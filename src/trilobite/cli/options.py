@@ -90,7 +90,10 @@ TargetTextOption = Annotated[
     ),
 ]
 SamplesOption = Annotated[
-    int | None, typer.Option("--samples", help="Windows drawn from the text (128).", metavar="N")
+    int | None,
+    typer.Option(
+        "--samples", help="Windows drawn from the text (128), or pairs of lines (8192).", metavar="N"
+    ),
 ]
 ContextOption = Annotated[
     int | None,
@@ -203,7 +206,7 @@ def chosen_calibration(
 ) -> "Calibration | None":
     """The calibration that the command line asks for, where it asks for one.
 
-    settings: samples, context, seed, propagate, memory (GiB) and finetune; None = the default
+    settings: target, samples, context, seed, propagate, memory (GiB) and finetune; None = the default
     Raises CalibrationError for a memory that is no number of GiB.
     """
     from trilobite.quantize.calibrate.windows import Calibration
@@ -211,15 +214,23 @@ def chosen_calibration(
     given = {name: value for name, value in settings.items() if value is not None}
     if text is None and save is None and hessians is None:
         if given:
-            raise typer.BadParameter(f"--{next(iter(given))} goes with --calibration")
+            raise typer.BadParameter(f"--{_option(next(iter(given)))} goes with --calibration")
         return None
-    if text is None and (unused := [name for name in ("samples", "context", "seed") if name in given]):
-        raise typer.BadParameter(f"--{unused[0]} goes with --calibration: --hessians were collected before")
+    if text is None and (
+        unused := [name for name in ("target", "samples", "context", "seed") if name in given]
+    ):
+        raise typer.BadParameter(
+            f"--{_option(unused[0])} goes with --calibration: --hessians were collected before"
+        )
     if "memory" in given:
         if not 0 <= given["memory"] < float("inf"):
             raise CalibrationError(f"memory {given['memory']}: expected GiB, 0 or more; change --memory")
         given["memory"] = int(given["memory"] * 2**30)
     return Calibration(text=text, save=save, hessians=hessians, **given)
+
+
+def _option(setting: str) -> str:
+    return "target-text" if setting == "target" else setting
 
 
 def usable_device(name: str) -> str:

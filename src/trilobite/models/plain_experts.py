@@ -14,7 +14,7 @@ class PlainExperts(nn.Module):
     forward: hidden_states [T, H], top_k_index [T, A] int64, top_k_weights [T, A] -> [T, H] in hidden_states.dtype
     """
 
-    has_gate = False
+    has_gate = is_transposed = False
     up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 

@@ -46,9 +46,11 @@ class Difference:
 def text_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class that generates text with the whole of a configuration; None when transformers has none.
 
-    A causal class that takes only the text part of an image-text configuration is not that.
+    A causal class that takes only the text part of an image-text configuration is not that, nor is one that leaves out
+    an encoder.
     """
-    for mapping in MAPPINGS:
+    first = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,) if getattr(config, "is_encoder_decoder", False) else ()
+    for mapping in (*first, *MAPPINGS):
         if type(config) in mapping and isinstance(config, mapping[type(config)].config_class):
             return mapping[type(config)]  # type: ignore[no-any-return]
     return None

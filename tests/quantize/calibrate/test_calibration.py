@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.architectures import SEQ2SEQ, build_checkpoint
+from support.architectures import build_checkpoint
 from support.calibrating import CONTEXT, DECODERS, SAMPLES, SERIAL, add_tokenizer, calibration, run, words
 from support.runs import PlugPulled, digests, looks_complete
 from torch import Tensor, nn
@@ -165,16 +165,6 @@ def test_hessians_of_every_architecture(
     assert all(
         name.endswith("mamba.dt_proj.weight") for name in unseen
     )  # Jamba multiplies by it without calling it
-
-
-@pytest.mark.parametrize("model_type", SEQ2SEQ)
-def test_encoder_decoders_are_refused(model_type: str, text: Path, tmp_path: Path) -> None:
-    build_checkpoint(model_type, tmp_path / "source")
-    add_tokenizer(tmp_path / "source")
-    with pytest.raises(ArchitectureError, match="decoder-only") as e:
-        run(tmp_path / "source", tmp_path / "dst", calibration(text))
-    assert "\n" not in str(e.value)
-    assert not (tmp_path / "dst").exists()
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
@@ -618,14 +608,14 @@ def test_an_expert_without_tokens_gets_the_layers_average(
     hessians = recorded(monkeypatch)
     real = BlockModel.run
 
-    def never_three(self: BlockModel, block: str, hidden: Tensor) -> Tensor:
+    def never_three(self: BlockModel, block: str, hidden: Tensor, first: int) -> Tensor:
         """Expert 3 of the first layer is never chosen, expert 2 by one token in a batch."""
         if block != self.blocks[0]:
-            return real(self, block, hidden)
+            return real(self, block, hidden, first)
         experts = self.module(f"{block}.mlp.experts")
         handle = experts.register_forward_pre_hook(reroute, prepend=True)
         try:
-            return real(self, block, hidden)
+            return real(self, block, hidden, first)
         finally:
             handle.remove()
 
@@ -657,7 +647,7 @@ def test_no_expert_saw_a_token(
     """All indices mean none, as expert parallelism and finished sentences have it."""
     real = Routed.put
     monkeypatch.setattr(
-        Routed, "put", lambda self, first, states, index: real(self, first, states, torch.full_like(index, 4))
+        Routed, "put", lambda self, states, index: real(self, states, torch.full_like(index, 4))
     )
     run(copy, tmp_path / "dst", calibration(text))
     rows = [t for t in read_report(tmp_path / "dst")["tensors"] if t["role"] == "expert"]

@@ -43,7 +43,7 @@ def test_the_average_does_not_depend_on_what_is_wanted(mixtral: Path) -> None:
     averages: list[dict[str, Tensor | None]] = []
     for projections in (("gate", "up", "down"), ("gate", "up"), ("down",)):
         routed = Routed(model, f"{model.blocks[0]}.mlp.experts", lambda k, t: torch.empty(TOKENS, k, dtype=t))
-        routed.put(0, states, index)
+        routed.put(states, index)
         routed.finish({3: [line for line in of_expert if line.matrix.projection in projections]})
         averages.append(routed.average)
     for side, k, alone in (("in", HIDDEN, averages[1]), ("mid", INTERMEDIATE, averages[2])):

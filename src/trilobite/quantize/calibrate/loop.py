@@ -37,6 +37,10 @@ from trilobite.quantize.watcher import SILENT, Watcher
 PASS_TOKENS = 4096
 """Tokens of one forward pass."""
 
+Seen = dict[str, Tensor]
+"""What entered linears, [T, K]."""
+RoutedTokens = dict[str, tuple[Tensor, Tensor]]
+"""What entered modules of experts, [T, H], and the experts of each token, [T, A]."""
 Pieces = tuple[Iterable[Piece[Records]], int]
 """Lines to be packed or kept, Hessian by Hessian, and how many Hessians may be in work at a time."""
 
@@ -107,9 +111,10 @@ class Loop:
         # one, whose codes need the Hessians first, or unless training needs the inputs once more.
         advance = original and self.trainer is None
         with thread_pool(self.jobs, "calibrate") as self._pool:
-            self._hidden = self._embedded()
             self._passed, self._passes = 0, (last + 1) * (1 if advance else 2) * len(self._batches())
             for i, block in enumerate(model.blocks[: last + 1]):
+                if any(block == stack[0] for stack in model.stacks):
+                    self._hidden = self._entered(i)
                 model.load(block)
                 lines = by_block.get(i, [])
                 if advance or lines:
@@ -165,15 +170,16 @@ class Loop:
         sums: dict[str, HessianSum] = {}
         leaders: dict[str, str] = {}
 
-        def run(rows: slice) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        def run(rows: slice) -> tuple[Seen, RoutedTokens]:
             watch.begin()
             out = self._run(block, rows)
             inputs = watch.inputs()
             if not leaders:
                 leaders.update(same_inputs(inputs))
             if advance:
-                self._hidden[rows] = out
-            seen = {name: x for name, x in inputs.items() if leaders.get(name, name) == name}, watch.routed()
+                self._hidden[self._place(rows)] = out
+            kept = {name: x for name, x in inputs.items() if leaders.get(name, name) == name}
+            seen = self._real(rows, kept, watch.routed())
             watch.begin()
             return seen
 
@@ -184,9 +190,9 @@ class Loop:
                 sums.setdefault(name, HessianSum())
             # A thread for each sum, never two for one: fp32 sums depend on their order.
             list(self._pool.map(partial(_add_all, seen), sums.items()))
-            for rows, (_, to_experts) in zip(batches, seen, strict=True):
+            for _, to_experts in seen:
                 for path, (states, index) in to_experts.items():
-                    routed[path].put(rows.start * self.ids.shape[1], states, index)
+                    routed[path].put(states, index)
             self._moved(len(batches))
         return sums, leaders
 
@@ -222,28 +228,41 @@ class Loop:
         model.load("")
         total = HessianSum()
         for rows in self._batches():
-            hidden = self._hidden[rows].to(model.device)
-            total.add(model.head_input(self.ids[rows], hidden).flatten(0, -2))
+            total.add(self._head_input(rows))
         with naming(lines[0].matrix.name):
             hessian = total.mean()
         yield [Piece(call=partial(self.receiver.take, lines, hessian, hessian_note(total.tokens, 1)))], 1
         model.drop("")
 
+    def _head_input(self, rows: slice) -> Tensor:
+        """What enters the head for a batch, [tokens, H]."""
+        hidden = self._hidden[rows].to(self.model.device)
+        return self.model.head_input(self.ids[rows], hidden).flatten(0, -2)
+
     def _propagate(self, block: str) -> None:
         """Replace the activations by the block's outputs."""
 
         def run(rows: slice) -> None:
-            self._hidden[rows] = self._run(block, rows)
+            self._hidden[self._place(rows)] = self._run(block, rows)
 
         for batches in self._side_by_side():
             list(self._pool.map(run, batches))
             self._moved(len(batches))
 
     def _run(self, block: str, rows: slice) -> Tensor:
-        return self.model.run(block, self._hidden[rows].to(self.model.device)).to(self._hidden.device)
+        hidden = self._hidden[self._place(rows)].to(self.model.device)
+        return self.model.run(block, hidden, rows.start).to(self._hidden.device)
 
-    def _embedded(self) -> Tensor:
-        """What enters the first block, [S, T, H]; the model learns what blocks are called with besides."""
+    def _place(self, rows: slice) -> tuple[slice, slice]:
+        """Where the windows of a batch lie in `_hidden`, padding left out."""
+        return rows, slice(None)
+
+    def _real(self, rows: slice, inputs: Seen, routed: RoutedTokens) -> tuple[Seen, RoutedTokens]:
+        """What entered the linears and the experts of a block, without padding."""
+        return inputs, routed
+
+    def _entered(self, index: int) -> Tensor:
+        """What enters a stack's first block, [S, T, H]; the model learns what blocks are called with besides."""
         model = self.model
         model.load("")
         model.load(model.blocks[0])
@@ -261,8 +280,13 @@ class Loop:
     def _batches(self) -> list[slice]:
         """The windows of each forward pass, in order."""
         windows = len(self.ids)
-        size = min(windows, max(1, PASS_TOKENS // self.ids.shape[1]))
+        size = min(windows, max(1, PASS_TOKENS // self._length))
         return [slice(first, min(windows, first + size)) for first in range(0, windows, size)]
+
+    @property
+    def _length(self) -> int:
+        """Tokens of the longest window."""
+        return self.ids.shape[1]
 
     def _side_by_side(self, first: int | None = None) -> Iterator[list[slice]]:
         """Batches that run at the same time, one a thread; the first group may be smaller."""
@@ -277,7 +301,7 @@ class Loop:
 
     def _room(self, width: int, dtype: torch.dtype) -> Tensor:
         """For what enters a module of experts."""
-        return self.buffer((self.ids.numel(), width), dtype)
+        return self.buffer((len(self.ids) * self._length, width), dtype)
 
     def _moved(self, batches: int) -> None:
         self._passed += batches
@@ -287,15 +311,15 @@ class Loop:
         """What the run will hold, for the user to see before it starts."""
         config = self.model.model.config.get_text_config()
         width = int(config.hidden_size)
-        activations = self.ids.numel() * width * self.model.dtype.itemsize
+        activations = len(self.ids) * self._length * width * self.model.dtype.itemsize
         block = max(
             sum(p.numel() * p.element_size() for p in self.model.module(name).parameters())
             for name in self.model.blocks
         )
         where = "on disk" if activations > self.calibration.memory // 4 else "in memory"
         return (
-            f"calibration: {len(self.ids)} windows of {self.ids.shape[1]} tokens; {len(self.model.blocks)} blocks of up "
-            f"to {block / 1e9:.2f} GB, activations of {2 * activations / 1e9:.2f} GB {where}, Hessians within "
+            f"calibration: {len(self.ids)} windows of {self._length} tokens; {len(self.model.blocks)} blocks of up to "
+            f"{block / 1e9:.2f} GB, activations of {2 * activations / 1e9:.2f} GB {where}, Hessians within "
             f"{self.calibration.memory / 2e9:.2f} GB where one expert's fit"
         )
 

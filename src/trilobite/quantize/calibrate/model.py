@@ -5,7 +5,7 @@ every block hands its input on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a block is called with besides its hidden states."""
 
 
-class _Stop(Exception):
+class Stop(Exception):
     """Ends a forward pass whose rest is of no interest."""
 
 
@@ -32,7 +32,9 @@ class BlockModel(BlockWeights):
         """Build the model on meta. Raises ArchitectureError when it is not a stack of decoder blocks."""
         super().__init__(source, matrices, device)
         self._arguments: dict[int, dict[str, Arguments]] = {}
-        self._tuples = False
+        self._rest: tuple[Any, ...] | None = (
+            None  # what a block returns beside hidden states, where that is a tuple
+        )
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
@@ -40,14 +42,18 @@ class BlockModel(BlockWeights):
 
         ids: [B, T] int64    returns: [B, T, H]
         """
+        return self._entered_first(self.blocks[0], lambda: self._forward(ids))
+
+    def _entered_first(self, block: str, forward: Callable[[], None]) -> Tensor:
+        """The hidden states that enter a block. forward: runs its stack."""
         entered: list[Tensor] = []
 
         def first(*args: Any, **kwargs: Any) -> None:
             entered.append(_split(args, kwargs)[0])
-            raise _Stop
+            raise Stop
 
-        with self._replaced({self.blocks[0]: first}):
-            self._forward(ids)
+        with self._replaced({block: first}), suppress(Stop):
+            forward()
         return entered[0]
 
     @torch.no_grad()
@@ -61,14 +67,18 @@ class BlockModel(BlockWeights):
             self._arguments[size] = self._called_with(ids)
 
     def _called_with(self, ids: Tensor) -> dict[str, Arguments]:
+        return self._called(self.blocks, lambda: self._forward(ids))
+
+    def _called(self, blocks: Sequence[str], forward: Callable[[], None]) -> dict[str, Arguments]:
+        """What the blocks of a stack are called with besides hidden states. forward: runs the stack."""
         arguments: dict[str, Arguments] = {}
 
         def first(*args: Any, **kwargs: Any) -> None:
             hidden, rest, named = _split(args, kwargs)
-            arguments[self.blocks[0]] = rest, named
+            arguments[blocks[0]] = rest, named
             out = type(block).forward(block, hidden, *rest, **named)
-            self._tuples = isinstance(out, tuple)
-            raise _Stop
+            self._rest = out[1:] if isinstance(out, tuple) else None
+            raise Stop
 
         def passer(name: str) -> Callable[..., Any]:
             def hand_on(*args: Any, **kwargs: Any) -> Any:
@@ -78,13 +88,12 @@ class BlockModel(BlockWeights):
 
             return hand_on
 
-        block = self._modules[self.blocks[0]]
+        block = self._modules[blocks[0]]
         # Twice: what a block returns (a tuple or not) shows only on a block that runs, and `passer` has to return it.
-        with self._replaced({self.blocks[0]: first}):
-            self._forward(ids)
-        with self._replaced({name: passer(name) for name in self.blocks}):
-            self._forward(ids)
-        if missing := [name for name in self.blocks if name not in arguments]:
+        for functions in ({blocks[0]: first}, {name: passer(name) for name in blocks}):
+            with self._replaced(functions), suppress(Stop):
+                forward()
+        if missing := [name for name in blocks if name not in arguments]:
             raise ArchitectureError(f"{missing[0]}: is never run by its model, which cannot be calibrated")
         return arguments
 
@@ -102,12 +111,12 @@ class BlockModel(BlockWeights):
                 )
 
     @torch.no_grad()
-    def run(self, block: str, hidden: Tensor) -> Tensor:
+    def run(self, block: str, hidden: Tensor, first: int = 0) -> Tensor:
         """One block on a batch. Raises CalibrationError when the outcome is not finite.
 
-        hidden: [B, T, H]    returns: [B, T, H]
+        hidden: [B, T, H]    first: number of its first window    returns: [B, T, H]
         """
-        args, kwargs = self._arguments[len(hidden)][block]
+        args, kwargs = self._arguments[self._batch(hidden, first)][block]
         result = _states(self._modules[block](hidden, *args, **kwargs))
         if not bool(torch.isfinite(result.sum(dtype=torch.float32))) and not bool(
             torch.isfinite(result).all()
@@ -117,6 +126,10 @@ class BlockModel(BlockWeights):
                 f"overflows in {self.dtype}"
             )
         return result
+
+    def _batch(self, hidden: Tensor, first: int) -> int:
+        """By what the arguments for a batch are remembered: those of as many windows are the same."""
+        return len(hidden)
 
     def apply(self, block: str, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """One block in fp32 with other parameters than its own, differentiable. Not for several threads.
@@ -156,18 +169,21 @@ class BlockModel(BlockWeights):
         return entered[0]
 
     def _forward(self, ids: Tensor, head_inputs: list[Tensor] | None = None) -> None:
+        self._to_head({"input_ids": ids.to(self.device)}, head_inputs)
+
+    def _to_head(self, inputs: Mapping[str, Any], head_inputs: list[Tensor] | None = None) -> None:
         """The whole model up to its head."""
 
         def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             if head_inputs is not None:
                 head_inputs.append(args[0])
-            raise _Stop
+            raise Stop
 
         head = self.model.get_output_embeddings()
         handle = head.register_forward_pre_hook(stop)
         try:
-            self.model(input_ids=ids.to(self.device), use_cache=False)
-        except _Stop:
+            self.model(**inputs, use_cache=False)
+        except Stop:
             pass
         finally:
             handle.remove()
@@ -183,13 +199,13 @@ class BlockModel(BlockWeights):
             for name in functions:
                 del self._modules[name].forward
 
-    def _giving(self, hidden: Tensor) -> AbstractContextManager[None]:
-        """The blocks give these hidden states, whatever enters them."""
-        return self._replaced(dict.fromkeys(self.blocks, lambda *_, **__: self._output(hidden)))
+    def _giving(self, hidden: Tensor, blocks: Sequence[str] | None = None) -> AbstractContextManager[None]:
+        """The blocks, or some of them, give these hidden states, whatever enters them."""
+        return self._replaced(dict.fromkeys(blocks or self.blocks, lambda *_, **__: self._output(hidden)))
 
     def _output(self, hidden: Tensor) -> Any:
         """Hidden states as a block of this model returns them."""
-        return (hidden,) if self._tuples else hidden
+        return hidden if self._rest is None else (hidden, *self._rest)
 
 
 def _states(out: Any) -> Tensor:

@@ -26,14 +26,16 @@ class Routed:
         self.model, self.path, self.room = model, path, room
         self.experts: Any = model.module(path)
         self.index: list[Tensor] = []
+        self.tokens = 0
         self.states: Tensor | None = None
         self.average: dict[str, Tensor | None] = {"in": None, "mid": None}
 
-    def put(self, first: int, states: Tensor, index: Tensor) -> None:
-        """Keep a batch. first: its first token of all    states: [T, H]    index: [T, A]; batches come in order."""
+    def put(self, states: Tensor, index: Tensor) -> None:
+        """Keep a batch. states: [T, H]    index: [T, A]; batches come in order."""
         if self.states is None:
             self.states = self.room(states.shape[1], states.dtype)
-        self.states[first : first + len(states)] = states.to(self.states.device)
+        self.states[self.tokens : self.tokens + len(states)] = states.to(self.states.device)
+        self.tokens += len(states)
         self.index.append(index.to("cpu", torch.int32))
 
     def finish(self, wanted: Mapping[int, Sequence[PlanLine]]) -> None:

@@ -51,8 +51,10 @@ def _first(experts: nn.Module) -> str:
 
 def check_experts(experts: nn.Module, path: str) -> None:
     """Raise ArchitectureError for stacked experts that transformers does not describe to us."""
-    known = all(hasattr(experts, a) for a in ("_apply_gate", "is_transposed", "is_concatenated", "has_gate"))
-    if not known or getattr(experts, "has_post_expert_norm", False):
+    asked = ["has_gate", "is_transposed"]
+    if getattr(experts, "has_gate", True):
+        asked += ["_apply_gate", "is_concatenated"]
+    if not all(hasattr(experts, a) for a in asked) or getattr(experts, "has_post_expert_norm", False):
         raise ArchitectureError(
             f"{path}: {type(experts).__name__} computes in a way of its own that calibration does not know; use a "
             "method without calibration for the experts (search)"

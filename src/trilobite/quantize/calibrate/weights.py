@@ -4,12 +4,13 @@ A block's weights come from the checkpoint through transformers' own conversion 
 go back to nothing when the block is done.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -34,18 +35,22 @@ class Place:
 
 
 class BlockWeights:
-    """A causal language model whose blocks are loaded one by one.
+    """A language model whose blocks are loaded one by one.
 
-    blocks: names of the blocks in memory    dtype: of weights and activations
+    blocks: names of the blocks in memory    stacks: the same, those of an encoder and of a decoder apart
+    dtype: of weights and activations
     """
 
     def __init__(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> None:
-        """Build the model on meta. Raises ArchitectureError when it is not a stack of decoder blocks."""
+        """Build the model on meta. Raises ArchitectureError when it is not made of stacks of blocks."""
         self.source, self.device = source, device
         self.model = _skeleton(source, device)
         self.dtype: torch.dtype = self.model.dtype
-        stack = _stack(self.model, str(source.path))
-        self.blocks = tuple(f"{stack}.{i}" for i in range(len(self.model.get_submodule(stack))))
+        self.stacks = tuple(
+            tuple(f"{stack}.{i}" for i in range(len(self.model.get_submodule(stack))))
+            for stack in _stacks(self.model, str(source.path))
+        )
+        self.blocks = tuple(block for stack in self.stacks for block in stack)
         self._index = {block: i for i, block in enumerate(self.blocks)}
         self._places: dict[str, Place | None] = {}
         self._translate = memory_names(self.model)
@@ -76,7 +81,7 @@ class BlockWeights:
             return Place(module=path)
         if matrix.expert is None or matrix.projection is None:
             return None
-        path = path.rsplit(f".{matrix.expert}.", 1)[0]
+        path = re.sub(r"\.(?:expert_)?\d+\.\w+$", "", path)
         if not isinstance(getattr(self._modules.get(path), "down_proj", None), nn.Parameter):
             return None
         return Place(module=path, expert=matrix.expert, projection=matrix.projection)
@@ -162,14 +167,17 @@ class BlockWeights:
 def _skeleton(source: Source, device: torch.device) -> PreTrainedModel:
     """The model on meta, with real values in the buffers that no checkpoint holds (rotary frequencies)."""
     config = read_config(source)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    mapping = (
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    if type(config) not in mapping:
         raise ArchitectureError(
-            f"{source.path}: {type(config).__name__} has no causal language model in transformers, and calibration "
-            "runs decoder-only models; choose a recipe without calibration"
+            f"{source.path}: {type(config).__name__} has no model of text alone in transformers, which calibration "
+            "runs; choose a recipe without calibration"
         )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = mapping[type(config)]
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else _body_dtype(source)
     with quiet(), torch.device("meta"):
         model: PreTrainedModel = kind._from_config(config, dtype=dtype)
@@ -194,13 +202,14 @@ def _body_dtype(source: Source) -> torch.dtype:
     return torch.bfloat16 if info is None else DTYPES[info.dtype]
 
 
-def _stack(model: PreTrainedModel, where: str) -> str:
-    """Name of the list of decoder blocks."""
+def _stacks(model: PreTrainedModel, where: str) -> tuple[str, ...]:
+    """Names of the lists of blocks: the decoder's, behind the encoder's where there is one."""
     config = model.config.get_text_config()
     if config.is_encoder_decoder:
-        raise ArchitectureError(
-            f"{where}: an encoder-decoder model; calibration runs decoder-only models: choose a recipe without it"
-        )
+        names = {module: name for name, module in model.named_modules()}
+        halves = (model.get_encoder(), model.get_decoder())
+        found = [[names[m] for m in half.modules() if isinstance(m, nn.ModuleList)] for half in halves]
+        return tuple(min(inside, key=lambda name: name.count(".")) for inside in found)
     count = getattr(config, "num_hidden_layers", None)
     lists = [
         name
@@ -213,7 +222,7 @@ def _stack(model: PreTrainedModel, where: str) -> str:
             f"{where}: {type(model).__name__} has no list of {count} decoder blocks to run one by one; choose a "
             "recipe without calibration"
         )
-    return stack
+    return (stack,)
 
 
 def _original(source: Source, matrix: Matrix) -> tuple[str, Tensor]:

@@ -3,10 +3,10 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from trilobite.checkpoint.roles import text_config
 from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, CheckpointError, MissingExtraError
+
+if TYPE_CHECKING:  # brings transformers along
+    from trilobite.models.pairs import Pair
 
 SAMPLES = 128
 CONTEXT = 2048
@@ -30,7 +33,8 @@ class Calibration:
     """How to calibrate. All but `memory` and the folders is part of a run's identity.
 
     text: a UTF-8 text file, a .jsonl or .parquet file with a column "text", or a folder of such files
-    samples, context: windows, and tokens of each (0 = the model's own, at most 2048)
+    target: for encoder-decoders, the translation of the text: two UTF-8 files whose lines belong together
+    samples, context: windows or pairs (None = 128 or 8192), and tokens of each (0 = the model's own, at most 2048)
     propagate: what enters a block: outputs of the `quantized` blocks before it, or of the `original` ones
     memory: bytes for activations and Hessians; activations beyond a quarter of it lie in a mapped file
     save, hessians: a folder to keep Hessians in, or to take them from (original propagation only)
@@ -38,7 +42,8 @@ class Calibration:
     """
 
     text: Path | None = None
-    samples: int = SAMPLES
+    target: Path | None = None
+    samples: int | None = None
     context: int = 0
     seed: int = 0
     propagate: str = "quantized"
@@ -50,10 +55,14 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """ids: [S, T] int64    identity: what an interrupted run must have in common with its continuation."""
+    """ids: [S, T] int64    identity: what an interrupted run must have in common with its continuation.
+
+    pairs: token ids of sentences and their translations, for encoder-decoders; ids are the sentences, padded, then
+    """
 
     ids: Tensor
     identity: Mapping[str, Any]
+    pairs: "Sequence[Pair]" = ()
 
 
 def draw_windows(source: Source, calibration: Calibration) -> Windows:
@@ -66,14 +75,10 @@ def draw_windows(source: Source, calibration: Calibration) -> Windows:
     """
     assert calibration.text is not None
     config = text_config(source)
-    longest = int(config.get("max_position_embeddings") or CONTEXT)
-    context = calibration.context or min(CONTEXT, longest)
-    if not 2 <= context <= longest:
-        raise CalibrationError(f"context {context}: the model takes 2 to {longest} tokens; change --context")
-    if calibration.samples < 1:
-        raise CalibrationError(f"{calibration.samples} samples: expected at least one; change --samples")
+    samples = SAMPLES if calibration.samples is None else calibration.samples
+    context = window_length(source, calibration)
     text = _read(calibration.text)
-    tokenizer = _tokenizer(source)
+    tokenizer = calibration_tokenizer(source)
     first = tokenizer("a", verbose=False).input_ids[:1]
     start = first if first and first[0] in tokenizer.all_special_ids else []
 
@@ -83,10 +88,8 @@ def draw_windows(source: Source, calibration: Calibration) -> Windows:
 
     chance = random.Random(calibration.seed)
     body = context - len(start)
-    if len(text) > CHARACTERS * context * calibration.samples:
-        rows = [
-            r for part in _stretches(text, calibration.samples) if (r := _cut(part, body, encode, chance))
-        ]
+    if len(text) > CHARACTERS * context * samples:
+        rows = [r for part in _stretches(text, samples) if (r := _cut(part, body, encode, chance))]
     else:
         ids = encode(text)
         rows = [ids[i : i + body] for i in range(0, len(ids) - body + 1, body)]
@@ -95,7 +98,7 @@ def draw_windows(source: Source, calibration: Calibration) -> Windows:
                 f"{calibration.text}: {len(ids)} tokens, a window needs {body}; give a longer text or a smaller "
                 "--context"
             )
-        rows = [rows[i] for i in sorted(chance.sample(range(len(rows)), min(calibration.samples, len(rows))))]
+        rows = [rows[i] for i in sorted(chance.sample(range(len(rows)), min(samples, len(rows))))]
     if not rows:
         raise CalibrationError(f"{calibration.text}: no stretch of it holds a window of {body} tokens")
     windows = torch.tensor([start + row for row in rows], dtype=torch.int64)
@@ -106,6 +109,17 @@ def draw_windows(source: Source, calibration: Calibration) -> Windows:
             "copy the tokenizer that belongs to this checkpoint"
         )
     return Windows(ids=windows, identity=_identity(windows, calibration))
+
+
+def window_length(source: Source, calibration: Calibration) -> int:
+    """Tokens of a window at most. Raises CalibrationError for settings that make no sense."""
+    longest = int(text_config(source).get("max_position_embeddings") or CONTEXT)
+    context = calibration.context or min(CONTEXT, longest)
+    if not 2 <= context <= longest:
+        raise CalibrationError(f"context {context}: the model takes 2 to {longest} tokens; change --context")
+    if calibration.samples is not None and calibration.samples < 1:
+        raise CalibrationError(f"{calibration.samples} samples: expected at least one; change --samples")
+    return context
 
 
 def _identity(windows: Tensor, calibration: Calibration) -> dict[str, Any]:
@@ -143,7 +157,8 @@ def _cut(part: str, length: int, encode: Any, chance: random.Random) -> list[int
         size *= 2
 
 
-def _tokenizer(source: Source) -> Any:
+def calibration_tokenizer(source: Source) -> Any:
+    """The tokenizer beside a checkpoint. Raises CalibrationError when there is none."""
     from trilobite.models.auto import read_tokenizer  # brings transformers along
 
     try:

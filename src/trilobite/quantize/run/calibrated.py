@@ -9,11 +9,13 @@ import torch
 from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, RecipeError
+from trilobite.quantize.calibrate.encoder_decoder import EncoderDecoder, PairLoop
 from trilobite.quantize.calibrate.loop import Loop
 from trilobite.quantize.calibrate.model import BlockModel
+from trilobite.quantize.calibrate.pairs import draw
 from trilobite.quantize.calibrate.protocols import Receiver, Trainer
 from trilobite.quantize.calibrate.store import HessianStore
-from trilobite.quantize.calibrate.windows import FINETUNES, PROPAGATIONS, Calibration, Windows, draw_windows
+from trilobite.quantize.calibrate.windows import FINETUNES, PROPAGATIONS, Calibration, Windows
 from trilobite.quantize.finetune.train import BATCH, Tuner, make_course
 from trilobite.quantize.plan.plan import PlanLine
 from trilobite.quantize.run.lines import Work
@@ -32,7 +34,7 @@ class Calibrator:
         """Draw the windows, open the folder of Hessians. Raises CalibrationError; writes nothing."""
         _check(calibration)
         self.calibration = calibration
-        self.windows: Windows | None = draw_windows(source, calibration) if calibration.text else None
+        self.windows: Windows | None = draw(source, calibration) if calibration.text else None
         self.store: HessianStore | None = None
         wanted = None if self.windows is None else self.windows.identity
         if folder := calibration.save or calibration.hessians:
@@ -51,7 +53,8 @@ class Calibrator:
     def build(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> None:
         """Build the model, where one has to run. Raises ArchitectureError when it cannot be run block by block."""
         if self.windows is not None:
-            self._model = BlockModel(source, matrices, device)
+            kind = EncoderDecoder if self.windows.pairs else BlockModel
+            self._model = kind(source, matrices, device)
 
     def pack(self, work: Work, todo: Sequence[PlanLine]) -> None:
         """Pack lines that need Hessians, from the folder of them or as the model's run finds them; then train."""
@@ -89,16 +92,18 @@ class Calibrator:
     ) -> Loop:
         assert self._model is not None
         assert self.windows is not None
-        return Loop(
-            model=self._model,
-            ids=self.windows.ids,
-            calibration=self.calibration,
-            receiver=receiver,
-            jobs=jobs,
-            workspace=workspace,
-            watcher=watcher,
-            trainer=trainer,
-        )
+        common: Any = {
+            "ids": self.windows.ids,
+            "calibration": self.calibration,
+            "receiver": receiver,
+            "jobs": jobs,
+            "workspace": workspace,
+            "watcher": watcher,
+            "trainer": trainer,
+        }
+        if isinstance(self._model, EncoderDecoder):
+            return PairLoop(model=self._model, pairs=self.windows.pairs, **common)
+        return Loop(model=self._model, **common)
 
     def _trainer(self, work: Work) -> Trainer | None:
         """What trains the quantized blocks, where that is asked for."""

@@ -188,21 +188,27 @@ def _staying(model: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def key_value_bytes(model: PreTrainedModel, context: int) -> int:
-    """Keys and values of one text of `context` tokens, as transformers keeps them."""
+    """Keys and values of one text of `context` tokens, as transformers keeps them; behind an encoder, of two."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # decompressed before they are kept
         width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     else:
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        dim = next(
+            filter(None, (getattr(config, n, None) for n in ("head_dim", "d_kv"))),
+            config.hidden_size // heads,
+        )
         width = 2 * (getattr(config, "num_key_value_heads", None) or heads) * dim
-    return int(config.num_hidden_layers * width * context * model.dtype.itemsize)
+    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
+    texts = 2 if model.config.is_encoder_decoder else 1
+    return int(texts * layers * width * context * model.dtype.itemsize)
 
 
 def activation_bytes(model: PreTrainedModel, context: int) -> int:
     """What a prompt of `context` tokens needs at a time, in fp32 where the engine does."""
     config = model.config.get_text_config(decoder=True)
-    widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 0)
+    sizes = (getattr(config, name, None) or 0 for name in ("intermediate_size", "d_ff", "encoder_ffn_dim"))
+    widest = max(config.hidden_size, *sizes)
     return int(context * (8 * config.hidden_size + 4 * widest) * 4 + 12 * config.vocab_size + ENGINE_BYTES)
 
 
