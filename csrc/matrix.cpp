@@ -102,9 +102,10 @@ bool describe(const trilobite_matrix &w, Matrix *m) {
   if (w.bits != 2 && w.bits != 3 && w.bits != 4 && w.bits != 8)
     return fail("%lld bits; supported are 2, 3, 4 and 8", (long long)w.bits);
   if (!is_group(group, w.bits) || w.k % group || w.k % BLOCK)
-    return fail("K=%lld does not divide into groups of %lld columns; K is a multiple of %d, a group divides it and is a "
-                "multiple of %d, or %d unless codes have 3 bits",
-                (long long)w.k, (long long)group, BLOCK, BLOCK, HALF);
+    return fail(
+        "K=%lld does not divide into groups of %lld columns; K is a multiple of %d, a group divides it and is a "
+        "multiple of %d, or %d unless codes have 3 bits",
+        (long long)w.k, (long long)group, BLOCK, BLOCK, HALF);
   m->bits = m->kind = (int)w.bits, m->group = (int)group, m->symmetric = w.symmetric != 0,
   m->double_quant = w.double_quant != 0;
   m->groups = w.k / group;

@@ -2,12 +2,16 @@
 
     python -m benchmarks.speed.offload --make 6                      # Mixtral-8x7B's shapes, 6 layers, in --work
     trilobite trace ../shared/models/tiny-mixtral --text FILE --samples 4 -o trace.npz
-    python -m benchmarks.speed.offload PACKED trace.npz --shares 25 40 60 80 --tokens 100
+    python -m benchmarks.speed.offload PACKED trace.npz --shares 25 40 60 80 --tokens 40 --page docs/offloading.md
 
-Only the experts run, routed as a trained model routed its text; guesses are those of the trace (`gate+1`). Every variant
+Only the experts run, routed as a trained model routed its text; guesses are those of the trace (`norm+1`). Every variant
 is a process of its own in a memory control group (version 1, needs root), with the page cache of the file dropped, whose
 limit is a share of the expert bytes and what the program takes. The bound next to each speed is max(computing alone,
-bytes missed / bandwidth of the disk), measured in the same run.
+bytes missed / bandwidth of the disk), measured in the same run; what was guessed in time counts as missed, what was read
+for nothing does not. Figures stay in --results, so that a run can be cut by --shares and --variants.
+
+`--llama LLAMA_BENCH --gguf FILE` (of benchmarks.lib.gguf) puts llama.cpp beside it, under the limit of the same share of
+its experts; its whole model runs, routed by random weights, so `uniform` is what compares with it.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,15 +30,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lib.gguf import expert_bytes
+from benchmarks.lib.markdown import table as markdown
 from benchmarks.lib.script import add_output, add_page, add_work, parser, publish
 from benchmarks.lib.synthetic import write_mixtral
 from trilobite.checkpoint.source import open_source
-from trilobite.evaluate.trace import gate, load_trace
+from trilobite.evaluate.trace import load_trace, norm
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.load import EXPERT_PART, load
 from trilobite.runtime.offload.memory import Arena
-from trilobite.runtime.offload.plan import Offload, anonymous_bytes
+from trilobite.runtime.offload.plan import MemoryPlan, Offload, anonymous_bytes
 from trilobite.runtime.offload.reader import Reader
 from trilobite.runtime.offload.residence import ExpertsInSlots
 from trilobite.runtime.offload.store import FileStore
@@ -48,12 +54,20 @@ VARIANTS = {
     "neither": "neither",
     "whole layers": "whole layers, as accelerate does",
     "mmap": "plain mmap of the same file",
+    "uniform": "without speculation, all experts equally likely",
+    "uniform mmap": "plain mmap, all experts equally likely",
+    "llama": "llama.cpp, mmap",
 }
+SLOTLESS = ("no cache", "neither", "whole layers")
+"""Variants that no memory makes faster; measured at the first share alone."""
+ALL_IN_SLOTS = "all in slots"
 STAGING = 4
 WARM = 8
 """Tokens before the clock starts."""
 MARGIN = 96 * 2**20
 """Of the control group's limit: pages of libraries, the kernel's own."""
+LLAMA_MARGIN = 384 * 2**20
+"""The same for llama.cpp, its buffers included."""
 
 
 class TraceGuesser:
@@ -95,9 +109,22 @@ def drop_cache(files: list[Path]) -> None:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def read_bytes() -> int:
+    """What this process had the disk read so far, through mapped files too."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+
+
+def uniform(like: np.ndarray) -> np.ndarray:
+    """[L, T, A]: distinct experts, each as likely as any other."""
+    order = np.random.default_rng(0).random((*like.shape[:2], int(like.max()) + 1)).argsort(-1)
+    return order[..., : like.shape[2]].astype(like.dtype)
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One variant, in this process: seconds of each token, and the counters."""
     found = load_trace(options.trace)
+    routing = uniform(found.experts) if options.variant.startswith("uniform") else found.experts
     source = open_source(options.model)
     parts = [i for name, i in source.tensors.items() if EXPERT_PART.match(name)]
     nbytes, files = sum(i.nbytes for i in parts), sorted({i.file for i in parts})
@@ -105,19 +132,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     each, active = found.experts_of[0], found.experts.shape[2]
     fit = max(active + 1, int(options.share / 100 * layers * each) - STAGING)
     few = {"no cache": active, "neither": active, "whole layers": each}
-    slots = few.get(options.variant, fit)
+    slots = layers * each if options.variant == ALL_IN_SLOTS else few.get(options.variant, fit)
     wanted = Offload(
         memory=2**50,
         staging=STAGING,
         guesses=0,
         slots=slots,
-        pool=slots != fit or slots < active * layers,
+        pool=options.variant in few or slots < active * layers,
     )
-    streams = options.variant not in ("mmap", "resident")
+    if options.variant == ALL_IN_SLOTS:  # what a model of which everything fits is spared
+        MemoryPlan.fits = property(lambda self: False)  # type: ignore[assignment, method-assign]
+    streams = options.variant not in ("mmap", "uniform mmap", "resident")
     model = load(options.model, memory=wanted if streams else None)
     experts = [experts_of(layer) for layer in moe_layers(model)]
     guesser = TraceGuesser(
-        found.guesses[gate(1)] if options.variant in ("full", "no cache") else None, len(experts)
+        found.guesses[norm(1)] if options.variant in ("full", "no cache") else None, len(experts)
     )
     cache = None
     for module in experts:
@@ -129,17 +158,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     def token(t: int) -> None:
         guesser.token = t
         for i, module in enumerate(experts):
-            index = torch.from_numpy(found.experts[i % len(found.experts), t].astype(np.int64))[None]
+            index = torch.from_numpy(routing[i % len(routing), t].astype(np.int64))[None]
             if cache is not None and options.variant == "whole layers":
                 cache.ensure(i, range(module.num_experts))
             module(x, index, torch.full(index.shape, 0.5))
 
-    whole = options.variant == "resident"
+    whole = options.variant in ("resident", ALL_IN_SLOTS)
     limit = 1 << 40 if whole else int(options.share / 100 * nbytes) + anonymous_bytes() + MARGIN
     with torch.inference_mode(), limited(limit):
         for t in range(options.tokens if whole else WARM):  # a resident model has been read once
             token(t)
-        before, seconds = cache.counters if cache else None, []
+        before, seconds, read = cache.counters if cache else None, [], read_bytes()
         for t in range(WARM, options.tokens):
             started = time.perf_counter()
             token(t)
@@ -148,10 +177,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": sum(seconds) / len(seconds),
         "median": statistics.median(seconds),
+        "bytes": (read_bytes() - read) / len(seconds),
         "hit_ratio": counts.hit_ratio if counts else None,
-        "bytes": counts.bytes / len(seconds) if counts else None,
+        "missed": counts.misses * nbytes / (layers * each) / len(seconds) if counts else None,
         "stall": counts.stalled / len(seconds) if counts else None,
     }
+
+
+def measure_llama(options: argparse.Namespace) -> dict[str, Any]:
+    """llama-bench on a file of the same shapes, under the same share of its experts."""
+    path = Path(options.gguf)
+    experts = expert_bytes(options.layers)
+    limit = int(options.share / 100 * experts) + path.stat().st_size - experts + LLAMA_MARGIN
+    command = [options.llama, "-m", str(path), "-t", "2", "-p", "0", "-n", str(options.tokens), "-r", "1"]
+    drop_cache([path])
+    with limited(limit):
+        made = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=True)
+    seconds = 1 / json.loads(made.stdout)[0]["avg_ts"]
+    return {"seconds": seconds, "median": seconds} | dict.fromkeys(("bytes", "hit_ratio", "missed", "stall"))
 
 
 def disk_bandwidth(model: Path) -> float:
@@ -176,6 +219,8 @@ def run(options: argparse.Namespace, variant: str, share: int) -> dict[str, Any]
     """A variant in a process of its own; empty where it was killed."""
     command: list[str] = [sys.executable, "-m", "benchmarks.speed.offload", options.model, options.trace]
     command += ["--one", variant, "--share", str(share), "--tokens", str(options.tokens)]
+    if variant == "llama":
+        command += ["--llama", options.llama, "--gguf", options.gguf]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(
@@ -186,38 +231,66 @@ def run(options: argparse.Namespace, variant: str, share: int) -> dict[str, Any]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def table(
-    options: argparse.Namespace, bandwidth: float, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    alone = run(options, "resident", 100)["seconds"]
-    rows = []
+def measure_all(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Add to the results what was asked for; disk and computing alone are measured every time, the last ones stay."""
+    chosen = [v for v in options.variants if v != "llama" or (options.llama and options.gguf)]
+    results["disk"] = disk_bandwidth(Path(options.model))
+    results["alone"] = run(options, "resident", 100)["seconds"]
+    results[ALL_IN_SLOTS] = run(options, ALL_IN_SLOTS, 100)["seconds"]
     for share in options.shares:
-        for variant in VARIANTS:
-            progress(f"{variant} at {share} %")
-            found = run(options, variant, share)
-            if not found:
+        for variant in chosen:
+            if variant in SLOTLESS and share != options.shares[0]:
                 continue
-            bound = max(alone, (found["bytes"] or 0) / bandwidth) if found["bytes"] is not None else None
-            rows.append({"share": share, "variant": variant, "alone": alone, "bound": bound, **found})
-    return rows
+            print(f"{variant} at {share} %", file=sys.stderr, flush=True)
+            found = run(options, variant, share)
+            if found:
+                limits = {"disk": results["disk"], "alone": results["alone"]}
+                row = {"share": 0 if variant in SLOTLESS else share, "variant": variant, **limits, **found}
+                results["rows"][f"{row['share']} {variant}"] = row
+            if options.results:
+                options.results.write_text(json.dumps(results))
 
 
-def report(rows: list[dict[str, Any]], bandwidth: float) -> str:
-    alone = rows[0]["alone"] if rows else 0.0
-    lines = [
-        f"Disk {bandwidth / 1e9:.2f} GB/s at the reader's requests; computing alone {1 / alone:.2f} tokens/s.",
-        "",
-        "| memory | variant | tokens/s | of the bound | hits | MB per token | stall, s per token |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def bound(row: dict[str, Any]) -> float | None:
+    """Seconds that a token takes at least: computing alone, or reading what was missed."""
+    return None if row["missed"] is None else max(row["alone"], row["missed"] / row["disk"])
+
+
+def report(results: dict[str, Any]) -> str:
+    rows = sorted(results["rows"].values(), key=lambda r: (r["share"], list(VARIANTS).index(r["variant"])))
+    cost = results[ALL_IN_SLOTS] / results["alone"] - 1
+    lines = []
     for r in rows:
-        bound = "" if r["bound"] is None else f"{100 * r['bound'] / r['seconds']:.0f} %"
-        counts = ("", "", "")
-        if r["bytes"] is not None:
-            counts = f"{100 * r['hit_ratio']:.0f} %", f"{r['bytes'] / 1e6:.1f}", f"{r['stall']:.4f}"
-        cells = (f"{r['share']} %", VARIANTS[r["variant"]], f"{1 / r['seconds']:.2f}", bound, *counts)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        limit = bound(r)
+        lines.append(
+            [
+                f"{r['share']} %" if r["share"] else "any",
+                VARIANTS[r["variant"]],
+                f"{1 / r['seconds']:.2f}",
+                f"{100 * limit / r['seconds']:.0f} %" if limit else "",
+                f"{100 * r['hit_ratio']:.0f} %" if r["hit_ratio"] is not None else "",
+                f"{r['missed'] / 1e6:.0f}" if r["missed"] is not None else "",
+                f"{r['bytes'] / 1e6:.0f}" if r["bytes"] is not None else "",
+                f"{r['stall']:.3f}" if r["stall"] is not None else "",
+                f"{r['disk'] / 1e9:.2f}",
+            ]
+        )
+    header = (
+        "memory",
+        "variant",
+        "tokens/s",
+        "of the bound",
+        "hits",
+        "MB missed",
+        "MB read",
+        "stall, s",
+        "GB/s",
+    )
+    return (
+        f"Computing alone {1 / results['alone']:.1f} tokens/s; with all experts in slots of a cache {cost:+.1%} time. "
+        "MB and stall are per token, GB/s is the disk at the reader's requests, measured in the same run.\n\n"
+        f"{markdown(header, lines)}"
+    )
 
 
 def make(options: argparse.Namespace) -> None:
@@ -239,7 +312,14 @@ def main() -> None:
     options.add_argument(
         "--shares", type=int, nargs="+", default=[25, 40, 60, 80], help="per cent of the experts"
     )
-    options.add_argument("--tokens", type=int, default=100)
+    options.add_argument(
+        "--tokens", type=int, default=40, help=f"of the trace; {WARM} pass before the clock starts"
+    )
+    options.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    options.add_argument("--results", type=Path, help="JSON file of figures: read before, written after each")
+    options.add_argument("--llama", help="llama.cpp's llama-bench")
+    options.add_argument("--gguf", help="a file of benchmarks.lib.gguf")
+    options.add_argument("--layers", type=int, default=6, help="of that file")
     options.add_argument("--make", type=int, metavar="LAYERS", help="write such a checkpoint, and stop")
     options.add_argument("--one", help=argparse.SUPPRESS)
     options.add_argument("--share", type=float, help=argparse.SUPPRESS)
@@ -254,12 +334,12 @@ def main() -> None:
         options.error("MODEL and TRACE, or --make LAYERS")
     if chosen.one:
         chosen.variant, chosen.trace = chosen.one, Path(chosen.trace)
-        print(json.dumps(measure(chosen)))
+        print(json.dumps(measure_llama(chosen) if chosen.one == "llama" else measure(chosen)))
         return None
-    bandwidth = disk_bandwidth(Path(chosen.model))
-    rows = table(chosen, bandwidth, lambda what: print(what, file=sys.stderr, flush=True))
-    summary = {"disk_bytes_per_second": bandwidth, "rows": rows}
-    publish(report(rows, bandwidth), summary, page=chosen.page, marker="offload", output=chosen.output)
+    kept = chosen.results is not None and chosen.results.exists()
+    results = json.loads(chosen.results.read_text()) if kept else {"rows": {}}
+    measure_all(chosen, results)
+    publish(report(results), results, page=chosen.page, marker="offload", output=chosen.output)
     return None
 
 

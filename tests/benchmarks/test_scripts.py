@@ -14,7 +14,16 @@ from support.calibrating import add_tokenizer, words
 from support.paths import ROOT
 
 from benchmarks.lib import packed
-from benchmarks.quality import analyses, codebooks, offload_traces, pareto, proxy_bound, recipes, row_loss
+from benchmarks.quality import (
+    analyses,
+    codebooks,
+    offload_mixes,
+    offload_traces,
+    pareto,
+    proxy_bound,
+    recipes,
+    row_loss,
+)
 from benchmarks.speed import calibrated_cost
 from benchmarks.speed import compress as speed_of_compress
 from trilobite.kernels.cpu import engine
@@ -90,6 +99,14 @@ def test_analyses(run: Any, text: Path, work: Path, tmp_path: Path, monkeypatch:
     options = ["--models-folder", ROOT / "examples", "--models", "tiny-moe", "--only", "table2"]
     found = run(analyses, *options, "--text", text, "--context", CONTEXT, "--work", work)
     assert set(found["sections"]) == {"table2"}
+
+
+def test_mixes(run: Any, model: Path, text: Path, work: Path) -> None:
+    options = ["--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work]
+    found = run(offload_mixes, model, *options)
+    sizes = [row["bytes"] for row in found["rows"]]
+    assert len(sizes) == 16
+    assert sizes[-1] == min(sizes)
 
 
 def test_traces(run: Any, model: Path, text: Path, tmp_path: Path) -> None:

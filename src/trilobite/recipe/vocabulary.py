@@ -1,7 +1,7 @@
 """The words of a recipe: roles of tensors, formats of weights and compensators, methods that find codes."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from trilobite.errors import RecipeError
@@ -74,6 +74,11 @@ class Format:
         """The name that `parse` reads."""
         size = f"g{self.group}" if self.group else "channel"
         return f"int{self.bits}-{size}{'-sym' if self.symmetric else ''}{'-dq' if self.double_quant else ''}"
+
+    def with_bits(self, bits: int) -> "Format":
+        """The same format in so many bits, in groups of 32 where it has 16 and these bits have no such groups."""
+        group = self.group if is_group(self.group, bits) else 32
+        return replace(self, bits=bits, group=group)
 
     def group_size(self, k: int) -> int:
         """Columns per group in a matrix of K = k columns."""

@@ -67,7 +67,7 @@ def remedies(row: Row) -> tuple[str, ...]:
                 cost = (weight_bytes(finer, n, k) - weight_bytes(fmt, n, k)) * 8 / (n * k)
                 paid.append((cost, f"{finer}: {_signed(cost)} bits per weight"))
         if fmt.bits in WIDER:
-            wider = replace(fmt, bits=WIDER[fmt.bits])
+            wider = fmt.with_bits(WIDER[fmt.bits])
             cost = (weight_bytes(wider, n, k) - weight_bytes(fmt, n, k)) * 8 / (n * k)
             gain = 2 ** (wider.bits - fmt.bits)
             paid.append((cost, f"{wider}: {_signed(cost)} bits per weight, the error about 1/{gain}"))

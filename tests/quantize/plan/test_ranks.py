@@ -155,6 +155,9 @@ def test_no_compensator_costs_more_than_raising_the_bits(bits: int, kind: str, n
 def test_caps_at_the_ends() -> None:
     assert rank_cap(Format(bits=8, group=64), "int3", 4096, 4096, capped=True) == 0
     assert rank_cap(Format(bits=3, group=64), "int3", 100, 64, capped=False) == 64
+    # Groups of 16 are not there for 3 bits, the next wider ones: with groups of 32 these cost as many bytes.
+    assert rank_cap(Format(bits=2, group=16), "int3", 4096, 4096, capped=True) == 0
+    assert rank_cap(Format(bits=2, group=16, double_quant=True), "int3", 4096, 4096, capped=True) > 0
     # At INT3 g64 and square matrices an int3 compensator may have a seventh or so of the size as its rank.
     assert 4096 / 7 < rank_cap(Format(bits=3, group=64), "int3", 4096, 4096, capped=True) < 4096 / 6
 

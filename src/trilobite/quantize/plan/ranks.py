@@ -112,7 +112,10 @@ def rank_cap(fmt: AnyFormat, compensator: str, n: int, k: int, *, capped: bool) 
     bits = {2: 3, 3: 4, 4: 8}.get(fmt.bits)
     if bits is None:
         return 0
-    wider = replace(fmt, bits=bits) if bits < 8 or isinstance(fmt, Format) else EIGHT_BITS
+    if isinstance(fmt, Format):
+        wider: AnyFormat = fmt.with_bits(bits)
+    else:
+        wider = replace(fmt, bits=bits) if bits < 8 else EIGHT_BITS
     spare = weight_bytes(wider, n, k) - weight_bytes(fmt, n, k)
     return min(limit, spare // low_rank_bytes(compensator, 1, n, k))
 
