@@ -13,9 +13,18 @@ HEAD = """# Command line
 
 Written by `python docs/generate_cli.py` from `trilobite COMMAND --help`; a test fails when it is out of date.
 
-Exit status: 0; 1 after an error, which is one line on standard error; 2 for wrong usage; 130 after Ctrl-C
-and 143 after SIGTERM, with one line too. Results go to standard output; progress, notes and speeds to standard
-error. `--json` prints one JSON object instead of tables.
+| exit status | after |
+| --- | --- |
+| 0 | success; in `chat` also /quit and the end of the input; in `serve` a SIGTERM, once running requests are finished |
+| 1 | an error, which is one line on standard error: what was found, the rule, the remedy; damage that `verify` finds |
+| 2 | wrong usage |
+| 130, 143 | Ctrl-C, SIGTERM: one line, too; the same `compress` or `translate` goes on where it was |
+
+Results go to standard output; progress, notes and speeds to standard error. `--json` prints one JSON object instead of
+tables. Tables fold to the width of the terminal; what goes to a file or a pipe is never cut off, and has neither
+colours nor bars. `NO_COLOR` in the environment turns colours off.
+
+`trilobite --install-completion` completes commands and options in bash, zsh, fish and PowerShell.
 """
 
 

@@ -26,7 +26,6 @@ app = typer.Typer(
     help="Make Mixture-of-Experts language models small enough for your machine, and run them there.",
     epilog="Begin with: trilobite compress MODEL OUT -r milo-s1, then trilobite chat OUT.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -77,7 +76,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with standard_streams():
-            app()
+            app(prog_name="trilobite")
     except TrilobiteError as e:
         fail(str(e))
     except OSError as e:

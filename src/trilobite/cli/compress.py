@@ -116,14 +116,17 @@ def compress(
         memory=memory,
         finetune=finetune,
     )
-    with quiet() if ground else nullcontext(), Progress() as bars:
-        from trilobite.checkpoint.source import open_source
-        from trilobite.quantize.run.compress import compress as run
+    from trilobite.checkpoint.source import open_source
+    from trilobite.quantize.run.compress import compress as run
 
+    folder = open_source(
+        src, revision=revision
+    ).path  # downloaded before our bars come: it has bars of its own
+    with quiet() if ground else nullcontext(), Progress() as bars:
         progress = CompressProgress(bars)
         tell_state(progress.state)
         result = run(
-            src if revision is None else str(open_source(src, revision=revision).path),
+            str(folder),
             dst,
             chosen,
             frequency=frequencies(stats),
@@ -210,9 +213,10 @@ def plan(
     from trilobite.quantize.run.compress import prepare
     from trilobite.quantize.watcher import Watcher
 
+    source = open_source(src, revision=revision)
     with Progress() as bars:
         made = prepare(
-            open_source(src, revision=revision),
+            source,
             chosen,
             frequency=frequencies(stats),
             keep_unmatched=keep_unmatched,

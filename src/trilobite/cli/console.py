@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +15,10 @@ WIDTH = 160
 """Of tables when the output is no terminal: nothing is cut off in a log."""
 NARROWEST = 12
 """Columns of text may be folded to this; numbers are never folded."""
+WIDE, TIME = 60, 11
+"""Columns from which a bar is of full length; columns of the time that is left, and between columns."""
+PATIENCE = 2.0
+"""Seconds of loading before there is a bar."""
 NOTE_SECONDS = 30.0
 """How often progress is noted where there is no terminal to draw a bar on."""
 
@@ -88,20 +92,23 @@ def number(value: float | None, digits: int = 4) -> str:
 class Progress:
     """Bars on standard error where that is a terminal, else a plain line now and then. A context manager."""
 
-    def __init__(self) -> None:
-        """Draws nothing yet."""
+    def __init__(self, *, prints: bool = False) -> None:
+        """Draws nothing yet. prints: results meanwhile, and two cannot share a terminal."""
         from rich.console import Console
         from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
         console = Console(stderr=True)
-        self.draws = console.is_terminal
+        self.draws = console.is_terminal and not (prints and sys.stdout.isatty())
+        bar = 12 if console.width >= WIDE else 6
+        self.room = console.width - bar - TIME
         self.bars = Bars(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=12),
+            BarColumn(bar_width=bar),
             TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[more]}"),
             console=console,
+            redirect_stdout=False,
             disable=not self.draws,
         )
         self.tasks: dict[str, TaskID] = {}
@@ -118,7 +125,9 @@ class Progress:
 
     def show(self, what: str, done: float, total: float, more: str = "", *, restart: bool = False) -> None:
         """Move the bar called `what`. restart: the ETA counts from here (an earlier run did the rest)."""
-        more = more or f"{done:.0f}/{total:.0f}"
+        more = whole = more or f"{done:.0f}/{total:.0f}"
+        while more and len(what) + len(more) > self.room:
+            more = more.rpartition(", ")[0]
         if what not in self.tasks:
             self.tasks[what] = self.bars.add_task(what, total=total, more=more)
         if restart:
@@ -127,7 +136,7 @@ class Progress:
             self.bars.update(self.tasks[what], completed=done, total=total, more=more)
         if not self.draws and time.monotonic() - self.noted > NOTE_SECONDS:
             self.noted = time.monotonic()
-            note(f"{what}: {100 * done / max(total, 1):.0f} %, {more}")
+            note(f"{what}: {100 * done / max(total, 1):.0f} %, {whole}")
 
     def complete(self) -> None:
         """Fill every bar there is."""
@@ -192,21 +201,50 @@ def _work(line: "PlanLine") -> int:
     return int(rows * columns)
 
 
+class _Loop:
+    """What transformers loops over while it loads: a bar appears once that has taken some seconds."""
+
+    def __init__(self, items: Any, what: str) -> None:
+        self.items, self.what = items, what
+
+    def __iter__(self) -> Iterator[Any]:
+        total, started = len(self.items), time.monotonic()
+        with ExitStack() as shown:
+            bars: Progress | None = None
+            for done, item in enumerate(self.items):
+                if bars is None and time.monotonic() - started > PATIENCE:
+                    bars = shown.enter_context(Progress())
+                if bars is not None:
+                    bars.show(self.what, done, total)
+                yield item
+
+
+def _loop(factory: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A loop of transformers with our bar; all else as it would be."""
+    if args and hasattr(args[0], "__len__"):
+        return _Loop(args[0], str(kwargs.get("desc") or "load").lower())
+    return factory(*args, **kwargs)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the notes, warnings and progress bars of transformers off the screen; errors stay errors."""
+    """Keep the notes and warnings of transformers off the screen, and bars but those of slow loading and downloads."""
     import warnings
 
+    from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hook = logging.set_tqdm_hook(_loop)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            enable_progress_bars()  # the hub's, which are drawn on terminals only
             yield
     finally:
+        logging.set_tqdm_hook(hook)
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()

@@ -272,14 +272,15 @@ def stats(
     from trilobite.evaluate.measure import count_experts, count_experts_of_pairs, default_context
     from trilobite.runtime.load import load_tokenizer
 
-    with quiet(), Progress() as bars:
+    with quiet():
         loaded, tokenizer = load(model, device=usable_device(device)), load_tokenizer(model)
-        how: Any = {"samples": samples, "progress": bars.step("pairs" if target else "windows")}
-        if target is not None:
-            counts, tokens = count_experts_of_pairs(loaded, tokenizer, text, target, **how)
-        else:
-            context = context or default_context(512, loaded)
-            counts, tokens = count_experts(loaded, tokenizer, text, context=context, **how)
+        with Progress() as bars:
+            how: Any = {"samples": samples, "progress": bars.step("pairs" if target else "windows")}
+            if target is not None:
+                counts, tokens = count_experts_of_pairs(loaded, tokenizer, text, target, **how)
+            else:
+                context = context or default_context(512, loaded)
+                counts, tokens = count_experts(loaded, tokenizer, text, context=context, **how)
     save_frequency(output, counts, model_name=model, text=text.name, tokens=tokens)
     if json:
         print_json({"output": str(output), "tokens": tokens, "layers": counts})

@@ -1,5 +1,6 @@
 """inspect, doctor, version: what is here."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -197,9 +198,13 @@ def doctor(json: JsonOption = False) -> None:
     found = examine()
     if json:
         print_json(found)
-    else:
-        for key, value in found.items():
-            print(f"{key.replace('_', ' '):<15} {_flat(value)}")
+        return
+    rows = [(key.replace("_", " "), _flat(value)) for key, value in found.items()]
+    if sys.stdout.isatty():
+        print_table(("", ""), rows, left=2)
+    else:  # one line each, however long
+        for key, text in rows:
+            print(f"{key:<15} {text}")
 
 
 def _flat(value: Any) -> str:

@@ -22,7 +22,7 @@ def trace(
     ] = Path("trace.npz"),
     context: Annotated[int, typer.Option(help="Tokens in a window of the text.", min=2, metavar="N")] = 512,
     samples: Annotated[int | None, typer.Option(help="Only the first N windows.", min=1, metavar="N")] = None,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = "auto",
     memory: MemoryOption = "auto",
     json: JsonOption = False,
 ) -> None:
@@ -43,15 +43,17 @@ def trace(
     from trilobite.evaluate.trace import save_trace
     from trilobite.runtime.load import load_tokenizer
 
-    with quiet(), Progress() as bars:
-        found = trace_experts(
-            load_within(model, memory, device=usable_device(place_of(device, memory))),
-            load_tokenizer(model),
-            text,
-            context=context,
-            samples=samples,
-            progress=bars.step("windows"),
-        )
+    with quiet():
+        loaded = load_within(model, memory, device=usable_device(place_of(device, memory)))
+        with Progress() as bars:
+            found = trace_experts(
+                loaded,
+                load_tokenizer(model),
+                text,
+                context=context,
+                samples=samples,
+                progress=bars.step("windows"),
+            )
     save_trace(output, found)
     layers, tokens, active = found.experts.shape
     if json:

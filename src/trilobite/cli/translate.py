@@ -127,7 +127,7 @@ def translate(
         translator = Translator(loaded, load_tokenizer(model), to=to, source=source, search=search)
         if to and not translator.direction.declared:
             note(f"this model does not say its languages: --to {to} is taken for the one it was made for")
-        with Progress() as bars:
+        with Progress(prints=file is None) as bars:
             _Run(translator, sentences, file, n_best, bars).all()
 
 

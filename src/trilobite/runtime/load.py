@@ -170,13 +170,14 @@ def _to_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Views of mapped files take no time to load; a bar would only clutter the output."""
-    shown = logging.is_progress_bar_enabled()
+    if not logging.is_progress_bar_enabled():  # then whoever saw to that shows what is to be shown
+        yield
+        return
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        logging.enable_progress_bar()
 
 
 def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
