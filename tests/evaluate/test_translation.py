@@ -10,7 +10,8 @@ from support.translators import build, save, switch, tokenizer
 from trilobite import cli
 from trilobite.checkpoint.evaluation import read_evaluations
 from trilobite.errors import EvaluationError, MissingExtraError
-from trilobite.evaluate.translation import corpus_scores, read_pairs, score_translations
+from trilobite.evaluate.forced import forced_score
+from trilobite.evaluate.translation import corpus_scores, read_pairs, score_forced, score_translations
 from trilobite.runtime.translate.translator import Search, Translator
 
 SOURCES = ["a cat", "the dog", "", "two dogs run"]
@@ -27,6 +28,19 @@ def test_a_model_is_perfect_by_its_own_translations() -> None:
     assert seen[-1] == (4, 4)
     worse = score_translations(translator, SOURCES, ["no"] * 4)
     assert worse.chrf < score.chrf
+
+
+def test_the_distance_to_an_original_is_that_on_the_given_translations() -> None:
+    translator = Translator(build(switch, 3), tokenizer(), search=Search(beams=1, batch=2))
+    found = score_forced(translator, SOURCES, ["die kat", "", "x", "zwei"], build(switch, 4))
+    ids = tokenizer()
+    pairs = [
+        (ids(a).input_ids, ids(b).input_ids) for a, b in [("a cat", "die kat"), ("two dogs run", "zwei")]
+    ]
+    wanted = forced_score(translator.model, pairs, batch=1, reference=build(switch, 4))
+    assert (found.sentences, found.tokens) == (2, sum(len(b) for _, b in pairs))
+    assert found.kl == pytest.approx(wanted.kl, rel=1e-4)
+    assert score_forced(translator, SOURCES, ["a"] * 4, translator.model).kl == pytest.approx(0, abs=1e-9)
 
 
 def test_scores_are_sacrebleus() -> None:
@@ -75,8 +89,10 @@ def test_the_command(
     found = json.loads(out)["translation"]
     assert found["bleu"] == found["reference_bleu"]
     assert found["sentences"] == 4
+    assert (found["kl"], found["top1"]) == (pytest.approx(0, abs=1e-9), 1)
     status, out, _ = run(monkeypatch, capsys, *args)
     assert "+0.00" in out
+    assert "KL divergence to the reference" in out
     for beams in (2, 1, 2):
         assert run(monkeypatch, capsys, *args, "--beams", beams, "--save")[0] == 0
     assert [entry["translation"]["beams"] for entry in read_evaluations(model)] == [1, 2]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, NllbMoeForConditionalGeneration
 
 import trilobite
+from trilobite.errors import ArchitectureError
 from trilobite.formats.weight import dequantize
 from trilobite.models.nllb_moe import NllbMoeSparseMLP
 from trilobite.models.switch_transformers import SwitchTransformersSparseMLP
@@ -165,6 +166,20 @@ def test_names_on_disk_are_those_of_transformers(model_type: str, tmp_path: Path
     loaded = load(str(tmp_path))
     assert all(torch.equal(p, loaded.get_parameter(n)) for n, p in model.named_parameters())
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
+
+
+def test_a_gated_switch_is_refused(tmp_path: Path) -> None:
+    build_checkpoint("switch_transformers", tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"dense_act_fn": "gated-gelu"}))
+    for attempt in (
+        lambda: load(str(tmp_path / "m")),
+        lambda: compress(str(tmp_path / "m"), tmp_path / "p", load_recipe("int8")),
+    ):
+        with pytest.raises(ArchitectureError, match="no SwitchTransformersForConditionalGeneration") as e:
+            attempt()
+        assert "\n" not in str(e.value)
+    assert not (tmp_path / "p").exists()
 
 
 def test_more_than_ten_experts_stay_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

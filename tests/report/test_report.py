@@ -210,6 +210,18 @@ def test_cells_of_the_expert_map_are_means(folder: Path) -> None:
     assert grid[1, 3] == pytest.approx(sum(own) / 3)
 
 
+def test_layers_of_encoder_and_decoder_are_told_apart() -> None:
+    where = [("decoder", 0), ("encoder", 1), ("encoder", 0), ("decoder", 0)]
+    rows = [
+        {"name": f"{s}.block.{n}.layer.1.mlp.experts.expert_0.wi.weight", "stack": s, "layer": n, "expert": 0}
+        | {"error": float(i)}
+        for i, (s, n) in enumerate(where)
+    ]
+    axes = drawn(lambda axes: figures.expert_map(axes, rows, lambda row: row["error"], "error"))
+    assert np.asarray(axes.images[0].get_array()).flatten().tolist() == [2, 1, 1.5]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["encoder 0", "encoder 1", "decoder 0"]
+
+
 def test_rounds_are_recorded_and_drawn(folder: Path) -> None:
     rows = [row for row in read_packed(folder).quantized if "errors" in row]
     assert len(rows) == 2 * (4 + 12)

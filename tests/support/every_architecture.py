@@ -257,6 +257,10 @@ Every model type with experts that transformers {version} knows, made tiny and r
 without a GPU, loaded and compared: the logits are those of the original with the dequantized weights in it. Of the rest
 of an image-text model (its images) nothing is tried.
 
+Of these models `nllb-moe` is not transformers' own: its releases 5.18 to 5.23 run experts 0 and 1 alone. `import
+trilobite` puts a sparse layer in its place that computes the top-2 mixture, for originals too (docs/translation.md).
+Encoder-decoders without experts (T5, BART, M2M100, Marian) run as well.
+
     PYTHONPATH=tests python -m support.every_architecture > docs/architectures.md
 
 `compress` refuses what the table calls refused, with that line and before anything is written. Flags are those of

@@ -16,6 +16,7 @@ from trilobite.errors import DestinationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from trilobite.evaluate.forced import ForcedScore
     from trilobite.evaluate.perplexity import Score
     from trilobite.evaluate.translation import TranslationScore
     from trilobite.runtime.translate.translator import Translator
@@ -84,7 +85,8 @@ def evaluate(
     """Measure a model on a text, on benchmark tasks, or by its translations.
 
     Perplexity is OPTQ's: the whole text in windows without overlap. --reference also measures the distance to
-    the original model, which shows small losses that perplexity hides. Translations are measured by BLEU and chrF.
+    the original model, which shows small losses that perplexity hides. Translations are measured by BLEU and chrF,
+    with --reference also by the KL divergence to the original on the given translations, word by word.
 
     \b
     Example: trilobite eval mixtral-3bit --text wiki.test.txt --reference mistralai/Mixtral-8x7B-v0.1
@@ -185,19 +187,22 @@ def _score_translations(
     translators: "Sequence[Translator]", pairs: tuple[list[str], list[str]]
 ) -> dict[str, Any]:
     """Of the model, and with a reference also of that one. translators: the model's, and perhaps the original's."""
-    from trilobite.evaluate.translation import score_translations
+    from trilobite.evaluate.translation import score_forced, score_translations
 
-    scores = []
+    scores, first = [], translators[0]
+    found: dict[str, Any] = {"beams": first.search.beams}
     with Progress() as bars:
         for name, translator in zip(("sentences", "sentences, reference"), translators, strict=False):
             scores.append(score_translations(translator, *pairs, progress=bars.step(name)))
-    found = {"beams": translators[0].search.beams} | _plain(scores[0])
-    for original in scores[1:]:
-        found |= {"reference_bleu": original.bleu, "reference_chrf": original.chrf}
+        found |= _plain(scores[0])
+        for original, translator in zip(scores[1:], translators[1:], strict=True):
+            found |= {"reference_bleu": original.bleu, "reference_chrf": original.chrf}
+            forced = score_forced(first, *pairs, translator.model, progress=bars.step("references"))
+            found |= {key: value for key, value in _plain(forced).items() if key not in found}
     return found
 
 
-def _plain(score: "Score | TranslationScore") -> dict[str, Any]:
+def _plain(score: "Score | TranslationScore | ForcedScore") -> dict[str, Any]:
     from dataclasses import asdict
 
     return {key: value for key, value in asdict(score).items() if value is not None}
@@ -225,6 +230,14 @@ def _print_translation(model: str, found: dict[str, Any]) -> None:
     speed = found["sentences"] / max(found["seconds"], 1e-9)
     title = f"{' -> '.join(found['files'])}, {found['sentences']} sentences, beams {found['beams']}"
     print_table(columns, rows, title=f"{title}, {speed:.1f} sentences/s")
+    if "kl" in found:
+        distance = [
+            ("KL divergence to the reference, nats", number(found["kl"], 5)),
+            ("top-1 agreement with the reference", number(found["top1"])),
+            ("perplexity", number(found["perplexity"])),
+            ("perplexity of the reference", number(found["reference_perplexity"])),
+        ]
+        print_table(("given translations, word by word", ""), distance)
 
 
 def _print_tasks(tasks: dict[str, dict[str, float]]) -> None:

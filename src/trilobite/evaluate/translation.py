@@ -9,7 +9,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from trilobite.errors import EvaluationError, MissingExtraError, PromptError
+from trilobite.evaluate.forced import ForcedScore, forced_score
+from trilobite.models.pairs import encode_pairs
 from trilobite.runtime.translate.lines import read_lines
 from trilobite.runtime.translate.translator import Translator
 
@@ -70,6 +74,29 @@ def score_translations(
     seconds = perf_counter() - started
     bleu, chrf = corpus_scores(texts, references)
     return TranslationScore(bleu=bleu, chrf=chrf, sentences=len(ids), tokens=tokens, seconds=seconds)
+
+
+def score_forced(
+    translator: Translator,
+    sources: Sequence[str],
+    references: Sequence[str],
+    original: PreTrainedModel,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> ForcedScore:
+    """How far the model is from its original on the references, word by word behind what they say before.
+
+    Raises EvaluationError.
+    """
+    towards = translator.direction
+    lines = [
+        (towards.prefix + a, b) for a, b in zip(sources, references, strict=True) if a.strip() and b.strip()
+    ]
+    pairs = encode_pairs(
+        translator.tokenizer, [a for a, _ in lines], [b for _, b in lines], first=towards.first
+    )
+    batch = translator.search.batch
+    return forced_score(translator.model, pairs, batch=batch, reference=original, progress=progress)
 
 
 def corpus_scores(texts: Sequence[str], references: Sequence[str]) -> tuple[float, float]:

@@ -26,6 +26,9 @@ ROLE_COLOURS = {
     "router": "#b8a12e",
     "norm": "#aab2b9",
 }
+Layer = tuple[str, int]
+"""Stack, "" where there is but one, and number."""
+STACKS = ("encoder", "decoder")
 MOST_TICKS = 16
 
 Value = Callable[[Row], float | None]
@@ -72,13 +75,13 @@ def bits_by_part(axes: "Axes", packed: Packed) -> None:
 
 def layer_map(axes: "Axes", rows: Sequence[Row], value: Value, title: str) -> None:
     """Layer by matrix; experts count by their mean."""
-    cells: dict[tuple[int, str], list[float]] = {}
+    cells: dict[tuple[Layer, str], list[float]] = {}
     for row in rows:
         found = value(row)
         if "layer" in row and found is not None:
-            cells.setdefault((row["layer"], label(row["name"])), []).append(found)
+            cells.setdefault((_layer(row), label(row["name"])), []).append(found)
     columns = list(dict.fromkeys(name for _, name in cells))
-    layers = sorted({layer for layer, _ in cells})
+    layers = sorted({layer for layer, _ in cells}, key=_order)
     grid = [[_mean(cells.get((layer, c), [])) for c in columns] for layer in layers]
     _heat(axes, grid, title)
     _ticks(axes.xaxis, [".".join(c.split(".")[-2:]) for c in columns], most=len(columns))
@@ -86,22 +89,22 @@ def layer_map(axes: "Axes", rows: Sequence[Row], value: Value, title: str) -> No
     for tick in axes.get_xticklabels():
         tick.set_horizontalalignment("right")
         tick.set_rotation_mode("anchor")
-    _ticks(axes.yaxis, layers)
+    _ticks(axes.yaxis, [f"{stack} {number}".strip() for stack, number in layers])
     axes.set_ylabel("layer")
 
 
 def expert_map(axes: "Axes", rows: Sequence[Row], value: Value, title: str) -> None:
     """Layer by expert: the mean of its matrices."""
-    cells: dict[tuple[int, int], list[float]] = {}
+    cells: dict[tuple[Layer, int], list[float]] = {}
     for row in rows:
         found = value(row)
         if "layer" in row and "expert" in row and found is not None:
-            cells.setdefault((row["layer"], row["expert"]), []).append(found)
-    layers, experts = sorted({k[0] for k in cells}), range(1 + max(k[1] for k in cells))
+            cells.setdefault((_layer(row), row["expert"]), []).append(found)
+    layers, experts = sorted({k[0] for k in cells}, key=_order), range(1 + max(k[1] for k in cells))
     grid = [[_mean(cells.get((layer, e), [])) for e in experts] for layer in layers]
     _heat(axes, grid, title)
     _ticks(axes.xaxis, list(experts))
-    _ticks(axes.yaxis, layers)
+    _ticks(axes.yaxis, [f"{stack} {number}".strip() for stack, number in layers])
     axes.set(xlabel="expert", ylabel="layer")
 
 
@@ -178,7 +181,7 @@ def original(title: str, rows: "Sequence[RoleSummary]", sampled: "Mapping[Role, 
 
 def map_height(rows: Sequence[Row]) -> float:
     """Inches of a heat map, by its layers."""
-    layers = len({row["layer"] for row in rows if "layer" in row})
+    layers = len({_layer(row) for row in rows if "layer" in row})
     return min(9.0, 2.2 + 0.16 * layers)
 
 
@@ -190,6 +193,16 @@ def _heat(axes: "Axes", grid: list[list[float]], title: str) -> None:
     axes.set_title(title)
     for side in axes.spines.values():
         side.set_visible(False)
+
+
+def _layer(row: Row) -> Layer:
+    """Encoder and decoder both count from 0."""
+    return row["stack"] if row.get("stack") in STACKS else "", row["layer"]
+
+
+def _order(layer: Layer) -> tuple[bool, int]:
+    """The encoder comes first."""
+    return layer[0] == STACKS[1], layer[1]
 
 
 def _ticks(axis: Any, names: Sequence[object], most: int = MOST_TICKS) -> None:
