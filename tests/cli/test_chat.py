@@ -62,8 +62,9 @@ def test_a_conversation_is_saved_and_continued(
     path = tmp_path / "talk.json"
     whole = talk(run, monkeypatch, templated, "/system s", "one", f"/save {path}", "two")[1]
     saved = json.loads(path.read_text())
-    assert [m["role"] for m in saved["messages"]] == ["system", "user", "assistant"]
-    assert (saved["kind"], saved["version"]) == ("trilobite conversation", 1)
+    (kept,) = saved["conversations"]
+    assert [m["role"] for m in kept["messages"]] == ["user", "assistant"]
+    assert (saved["trilobite"], kept["title"], kept["system"]) == (1, "one", "s")
     continued = talk(run, monkeypatch, templated, f"/load {path}", "two")[1]
     prompts = [re.findall(r"prompt of (\d+) tokens", errors) for errors in (whole, continued)]
     assert prompts[0][1:] == prompts[1]
@@ -99,7 +100,9 @@ def test_a_path_is_no_command(run: Run, packed: Path, monkeypatch: pytest.Monkey
         "",
         "[]",
         "{}",
+        "3",
         '{"messages": 3}',
+        '{"conversations": []}',
         '{"messages": [{"role": "god", "content": ""}]}',
         '{"messages": [3]}',
     ],
@@ -108,6 +111,16 @@ def test_files_that_hold_no_conversation(tmp_path: Path, text: str) -> None:
     (tmp_path / "talk.json").write_text(text)
     with pytest.raises(PromptError, match=r"talk\.json"):
         load_conversation(tmp_path / "talk.json")
+
+
+def test_messages_of_other_programs(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    for document in ({"messages": messages}, {"trilobite": 1, "conversations": [{"messages": messages}]}):
+        (tmp_path / "talk.json").write_text(json.dumps(document))
+        assert load_conversation(tmp_path / "talk.json") == (messages, "")
+    system = {"role": "system", "content": "s"}
+    (tmp_path / "talk.json").write_text(json.dumps({"messages": [system, *messages]}))
+    assert load_conversation(tmp_path / "talk.json") == (messages, "s")
 
 
 # Answers.

@@ -102,7 +102,7 @@ def test_the_page(folder: Path) -> None:
     worst = max(packed.quantized, key=lambda row: row["error"])
     assert worst["name"] in shown
     assert f"{worst['error']:.4f}" in shown
-    for value in ("7.5000", "0.25000", "0.7500", "7.0000"):
+    for value in ("7.50000", "0.25000", "0.75000", "7.00000"):
         assert value in shown
     assert shown.count("not recorded") == 3  # the residual rank of each role that is quantized
 

@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trilobite.checkpoint.files import explained, write_whole
 from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
@@ -51,6 +51,50 @@ def save_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
     document = {"kind": KIND, "version": VERSION, "measured": [*others, entry]}
     with explained(folder):
         write_whole(folder / EVALUATION, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+
+
+class Fact(NamedTuple):
+    """One number of a measurement. value: None where it is not finite    error: standard error, where known."""
+
+    on: str
+    what: str
+    value: float | None
+    error: float | None = None
+
+
+_TEXT = {
+    "perplexity": "perplexity",
+    "reference_perplexity": "perplexity of the original",
+    "kl": "KL to the original, nats",
+    "top1": "top-1 agreement with the original",
+}
+_TRANSLATION = {
+    "bleu": "BLEU",
+    "reference_bleu": "BLEU of the original",
+    "chrf": "chrF",
+    "reference_chrf": "chrF of the original",
+}
+
+
+def facts(entry: Mapping[str, Any]) -> Iterator[Fact]:
+    """What a measurement says, number by number. entry: of `read_evaluations`; what we would not write is left out."""
+    if "text" in entry:
+        on = f"{entry['text']}, {entry.get('windows')} × {entry.get('context')} tokens"
+        yield from (Fact(on, what, _number(entry[key])) for key, what in _TEXT.items() if key in entry)
+    found = entry.get("translation")
+    if isinstance(found, dict) and isinstance(found.get("files"), list):
+        on = f"{' to '.join(map(str, found['files']))}, beams {found.get('beams')}"
+        yield from (Fact(on, what, _number(found[key])) for key, what in _TRANSLATION.items() if key in found)
+    tasks = entry.get("tasks")
+    for task, results in tasks.items() if isinstance(tasks, dict) else ():
+        for metric, value in results.items() if isinstance(results, dict) else ():
+            if metric != "n" and "stderr" not in metric:
+                on = f"{task}, {_number(results.get('n')) or 0:.0f} items"
+                yield Fact(on, metric, _number(value), _number(results.get(f"{metric}_stderr")))
+
+
+def _number(value: object) -> float | None:
+    return float(value) if type(value) in (int, float) else None  # type: ignore[arg-type]
 
 
 def check_destination(folder: Path) -> None:

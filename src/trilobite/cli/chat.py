@@ -30,7 +30,7 @@ HELP = """\
 /help          this
 /system TEXT   set the system prompt; without TEXT show it, with - remove it
 /reset         forget the conversation
-/save FILE     write the conversation (JSON)
+/save FILE     write the conversation (JSON, as the page of `trilobite serve` imports it)
 /load FILE     go on with one
 /stats         tokens, speed, context
 /quit          end (Ctrl-D)
@@ -158,17 +158,14 @@ class Conversation:
         """Write the conversation, with its system prompt."""
         from trilobite.runtime.generate.conversation import save_conversation
 
-        system = [{"role": "system", "content": self.talk.system}] if self.talk.system else []
-        save_conversation(_file(name, "/save"), [*system, *self.talk.messages])
+        save_conversation(_file(name, "/save"), self.talk.messages, system=self.talk.system)
         note(f"{len(self.talk.messages)} messages written to {name}")
 
     def do_load(self, name: str) -> None:
         """Go on with a conversation that was written."""
         from trilobite.runtime.generate.conversation import load_conversation
 
-        messages = load_conversation(_file(name, "/load"))
-        self.talk.system = "\n".join(m["content"] for m in messages if m["role"] == "system")
-        self.talk.messages = [m for m in messages if m["role"] != "system"]
+        self.talk.messages, self.talk.system = load_conversation(_file(name, "/load"))
         note(f"{len(self.talk.messages)} messages read from {name}")
 
     def do_stats(self, _: str) -> None:

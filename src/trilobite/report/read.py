@@ -72,7 +72,7 @@ def read_packed(path: Path) -> Packed:
         made=made,
         accounts=accounts,
         seconds=_seconds(path),
-        measured=[_numbers_only(entry) for entry in read_evaluations(path)],
+        measured=[_clean(entry) for entry in read_evaluations(path)],
     )
 
 
@@ -121,14 +121,12 @@ def _seconds(path: Path) -> dict[str, float]:
         return {}
 
 
-def _numbers_only(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A measurement with strings that can be printed, finite numbers, and nothing else."""
-    clean: dict[str, Any] = {}
-    for key, value in entry.items():
-        if isinstance(value, dict):
-            clean[printable(key)] = _numbers_only(value)
-        elif isinstance(value, str):
-            clean[printable(key)] = printable(value)
-        elif type(value) in (int, float) and math.isfinite(value):
-            clean[printable(key)] = value
-    return clean
+def _clean(value: Any) -> Any:
+    """What JSON holds, with strings that can be printed and without numbers that are not finite."""
+    if isinstance(value, dict):
+        return {printable(key): _clean(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_clean(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return printable(value) if isinstance(value, str) else value

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trilobite.checkpoint.evaluation import facts
 from trilobite.report import figures
 from trilobite.report.html import Html, join, paragraph, section, table
 from trilobite.report.read import Packed
 from trilobite.report.single import number
 from trilobite.report.svg import inline
 
-Measure = tuple[str, int, int]
+Measure = tuple[str, str, str]
 """On what was measured: text, windows, context; only equal ones compare."""
 MOST_MEASURES = 3
 AXES = (("perplexity", "perplexity"), ("kl", "KL to the original, nats"))
@@ -30,8 +31,8 @@ def _pareto(several: Sequence[Packed]) -> Iterator[Html]:
     by_measure: dict[Measure, list[tuple[Packed, Mapping[str, Any]]]] = {}
     for packed in several:
         for entry in packed.measured:
-            if "perplexity" in entry:
-                on = (str(entry.get("text")), int(entry.get("windows", 0)), int(entry.get("context", 0)))
+            if isinstance(entry.get("perplexity"), float):
+                on = (str(entry.get("text")), str(entry.get("windows")), str(entry.get("context")))
                 by_measure.setdefault(on, []).append((packed, entry))
     shared = sorted((m for m in by_measure.items() if len(m[1]) > 1), key=lambda m: -len(m[1]))
     if not shared:
@@ -42,10 +43,12 @@ def _pareto(several: Sequence[Packed]) -> Iterator[Html]:
     for i, ((text, windows, context), found) in enumerate(shared[:MOST_MEASURES]):
         figure = figures.new_figure(10, 3.8)
         for axes, (key, title) in zip(figure.subplots(1, 2), AXES, strict=True):
-            points = [(p.made.bytes_on_disk or 0, e[key], p.name) for p, e in found if key in e]
+            points = [
+                (p.made.bytes_on_disk or 0, e[key], p.name) for p, e in found if isinstance(e.get(key), float)
+            ]
             _front(axes, points)
             axes.set(xlabel="MB on disk", ylabel=title)
-            base = [e["reference_perplexity"] for _, e in found if "reference_perplexity" in e]
+            base = [b for _, e in found if isinstance(b := e.get("reference_perplexity"), float)]
             if key == "perplexity" and base:
                 axes.axhline(base[0], color=BASE, linestyle="--", linewidth=1)
                 axes.annotate(
@@ -76,7 +79,7 @@ def _front(axes: Any, points: Sequence[tuple[int, float, str]]) -> None:
 
 
 def _differences(several: Sequence[Packed]) -> Html:
-    facts: dict[str, list[str]] = {
+    rows: dict[str, list[str]] = {
         "source": [p.head["source"] for p in several],
         "recipe": [p.recipe for p in several],
         "ranks": [p.head["rank"] for p in several],
@@ -86,18 +89,10 @@ def _differences(several: Sequence[Packed]) -> Html:
         "seconds of work": [number(sum(p.seconds.values()), 1) if p.seconds else "" for p in several],
     }
     for column, packed in enumerate(several):
-        for entry in packed.measured:
-            where = f"{entry.get('text')}, {entry.get('windows')} × {entry.get('context')}"
-            for key, title in (*AXES, ("top1", "top-1 agreement")):
-                if key in entry:
-                    row = facts.setdefault(f"{title}: {where}", [""] * len(several))
-                    row[column] = number(entry[key], 5)
-            for task, results in entry.get("tasks", {}).items():
-                for metric, value in results.items():
-                    if metric != "n" and "stderr" not in metric:
-                        row = facts.setdefault(f"{task}: {metric}", [""] * len(several))
-                        row[column] = number(value)
-    differing = [(name, *values) for name, values in facts.items() if len(set(values)) > 1]
+        for fact in (fact for entry in packed.measured for fact in facts(entry)):
+            values = rows.setdefault(f"{fact.what}: {fact.on}", [""] * len(several))
+            values[column] = number(fact.value, 5) or "not finite"
+    differing = [(name, *values) for name, values in rows.items() if len(set(values)) > 1]
     return table(("", *(p.name for p in several)), differing)
 
 

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from trilobite.checkpoint.evaluation import facts
 from trilobite.quantize.plan.report import PARTS, SLOWEST, slowest
 from trilobite.quantize.plan.statistics import RoleSample
 from trilobite.recipe import Role
@@ -284,33 +285,15 @@ def _measured(packed: Packed) -> Iterator[Html]:
             f"Nothing yet: {ABSENT}. ", element("code", "trilobite eval PACKED --save"), " keeps it."
         )
         return
-    texts = [entry for entry in packed.measured if "context" in entry and "text" in entry]
-    if texts:
-        yield table(
-            ("text", "windows", "context", "perplexity", "original's", "KL, nats", "top-1", "activations"),
-            [
-                (
-                    entry["text"],
-                    entry.get("windows", ""),
-                    entry["context"],
-                    number(entry.get("perplexity")) or "not finite",
-                    number(entry.get("reference_perplexity")),
-                    number(entry.get("kl"), 5),
-                    number(entry.get("top1")),
-                    entry.get("activations", ""),
-                )
-                for entry in texts
-            ],
-        )
-    tasks = [
-        (task, metric, number(value), number(results.get(f"{metric}_stderr")), f"{results.get('n', 0):.0f}")
-        for entry in packed.measured
-        for task, results in entry.get("tasks", {}).items()
-        for metric, value in results.items()
-        if metric != "n" and "stderr" not in metric
-    ]
-    if tasks:
-        yield table(("task", "metric", "value", "±", "items"), tasks, left=2)
+    yield table(
+        ("on", "what", "value", "±"),
+        [
+            (fact.on, fact.what, number(fact.value, 5) or "not finite", number(fact.error))
+            for entry in packed.measured
+            for fact in facts(entry)
+        ],
+        left=2,
+    )
 
 
 def number(value: object, digits: int = 4) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from trilobite.checkpoint.evaluation import facts
 from trilobite.checkpoint.files import explained, write_whole
 from trilobite.quantize.plan.report import Report, report
 
@@ -134,31 +135,15 @@ model = AutoModelForCausalLM.from_pretrained(".")
 
 
 def _evaluation(measured: Sequence[Mapping[str, Any]]) -> str:
-    """What was measured: texts and tasks, a line for each."""
-    lines = []
-    for entry in measured:
-        if "perplexity" in entry:
-            where = f"{_prose(entry.get('text', ''))}, {entry.get('windows')} × {entry.get('context')} tokens"
-            lines.append(f"| {where} | perplexity | {_figure(entry['perplexity'])} |")
-            if "kl" in entry:
-                lines.append(
-                    f"| {where} | perplexity of the original | {_figure(entry['reference_perplexity'])} |"
-                )
-                lines.append(f"| {where} | KL to the original, nats | {_figure(entry['kl'])} |")
-                lines.append(f"| {where} | top-1 agreement | {_figure(entry['top1'])} |")
-        for task, results in entry.get("tasks", {}).items():
-            lines += [
-                f"| {_prose(task)}, {results.get('n', 0):.0f} items | {_prose(metric)} | {_figure(value)} |"
-                for metric, value in results.items()
-                if metric != "n" and "stderr" not in metric
-            ]
+    """What was measured, a line for every number."""
+    lines = [
+        f"| {_prose(fact.on)} | {_prose(fact.what)} | {'not finite' if fact.value is None else f'{fact.value:.4f}'} |"
+        for entry in measured
+        for fact in facts(entry)
+    ]
     if not lines:
         return ""
     return "\n## Evaluation\n\n| on | what | value |\n| --- | --- | ---: |\n" + "\n".join(lines) + "\n"
-
-
-def _figure(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) else "not finite"
 
 
 def _code(text: str) -> str:
