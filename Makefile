@@ -2,6 +2,7 @@
 # make test   installs, lints, type-checks, runs the tests
 # make sanitize   builds the native library with ASan and UBSan and fuzzes it
 # make old-triton   compiles GPU kernels with the oldest Triton that the package takes
+# make load     asks a server for 1,000 texts from 16 clients, some of whom hang up, and compares every answer
 # make emulate    builds it for ARM and fuzzes it under QEMU (g++-aarch64-linux-gnu, qemu-user)
 VENV ?= .venv
 PYTHON ?= python3
@@ -11,7 +12,7 @@ TORCH ?= torch==2.13.0
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test lint format install clean sanitize old-triton emulate
+.PHONY: demo test lint format install clean sanitize old-triton emulate load
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +41,9 @@ sanitize: install
 old-triton: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
 	PYTHONPATH=$(abspath build/triton-3.6) $(BIN)/python -m pytest tests/benchmarks/test_gpu_benchmark.py -k ahead_of_time
+
+load: install
+	$(BIN)/python tools/load_server.py --requests 1000 --clients 16
 
 emulate: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100

@@ -6,9 +6,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from support.serving import TEMPLATE, Server
 
 import trilobite
+from tools.serving import TEMPLATE, Server
 from trilobite.runtime.generate.text import Sampling, generate
 from trilobite.runtime.load import load_tokenizer
 

@@ -69,8 +69,13 @@ def load_within(
     activations: str = "exact",
     guesses: int = 2,
     ahead: int = 1,
+    context: int | None = None,
+    texts: int = 1,
 ) -> "PreTrainedModel":
-    """Load a model; where its experts stream, say on standard error what takes how much. Raises OffloadError."""
+    """Load a model; where its experts stream, say on standard error what takes how much. Raises OffloadError.
+
+    context: tokens of a text, None = as many as `Offload` has    texts: at a time
+    """
     from trilobite import load
     from trilobite.runtime.offload.plan import AUTO, Offload, parse_size
     from trilobite.runtime.offload.streaming import streaming
@@ -78,7 +83,13 @@ def load_within(
     automatic = memory.lower() == AUTO
     bound: str | Offload = AUTO
     if not automatic or gpu_memory is not None:
-        bound = Offload(memory=None if automatic else parse_size(memory), guesses=guesses, ahead=ahead)
+        bound = Offload(
+            memory=None if automatic else parse_size(memory),
+            guesses=guesses,
+            ahead=ahead,
+            context=Offload.context if context is None else context,
+            texts=texts,
+        )
     model = load(path, device=device, activations=activations, memory=bound, gpu_memory=gpu_memory)
     found = streaming(model)
     if found is not None:

@@ -70,7 +70,9 @@ def serve(
     listening = listen(settings)  # before the model is loaded: that takes longer
     with quiet():
         place = usable_device(place_of(device, memory))
-        loaded = load_within(model, memory, device=place, activations=activations)
+        loaded = load_within(
+            model, memory, device=place, activations=activations, context=context, texts=slots
+        )
         tokenizer = load_tokenizer(model)
         pages = make_pages(loaded, slots, context)
         name = Path(str(loaded.name_or_path)).resolve().name

@@ -51,7 +51,7 @@ def make_app(
     }
     entry = {"id": name, "object": "model", "created": int(time()), "owned_by": "trilobite", "meta": meta}
     one, state = OneModel(name=name, model=model, prompter=prompter, entry=entry), OneBatch(batching)
-    metrics = Metrics(model, pages.slots)
+    metrics = Metrics(model, batching, pages.slots)
     app = build_server(
         one,
         Chat(one, state),

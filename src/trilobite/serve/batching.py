@@ -85,6 +85,14 @@ class Batching(CBGenerateManager):  # type: ignore[misc]
         self.revive()
         return self._cb.is_running()  # type: ignore[no-any-return]
 
+    @property
+    def texts(self) -> int:
+        """Texts that hold a slot, or wait for one."""
+        processor = self._cb.batch_processor
+        if processor is None:
+            return 0
+        return len(processor.scheduler.active_requests) + len(processor.scheduler.waiting_requests)
+
     def init_cb(self, model: PreTrainedModel, gen_config: Wish) -> None:
         """Nothing: it is running, and no request decides for the others."""
 

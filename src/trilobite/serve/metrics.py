@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from transformers import PreTrainedModel
 
 from trilobite.runtime.offload.streaming import streaming
+from trilobite.serve.batching import Batching
 from trilobite.serve.call import Call
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -18,7 +19,7 @@ SPEEDS = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 class Metrics:
     """Figures of one server."""
 
-    def __init__(self, model: PreTrainedModel, slots: int) -> None:
+    def __init__(self, model: PreTrainedModel, batching: Batching, slots: int) -> None:
         """All at zero. slots: texts at a time."""
         self.registry = CollectorRegistry()
         self.running = 0
@@ -28,6 +29,7 @@ class Metrics:
         waiting = Gauge("requests_waiting", "Requests for text that wait for a slot", **new)
         running.set_function(lambda: min(self.running, slots))
         waiting.set_function(lambda: max(0, self.running - slots))
+        Gauge("texts", "Texts in the batch or before it", **new).set_function(lambda: batching.texts)
         self.prompt = Counter("prompt_tokens", "Tokens of prompts", **new)
         self.cached = Counter("cached_prompt_tokens", "Of these, tokens that were in the cache", **new)
         self.generated = Counter("generated_tokens", "Tokens of answers", **new)

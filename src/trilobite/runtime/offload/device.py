@@ -77,7 +77,7 @@ class _GpuTier:
         return divide(
             wanted.model.name_or_path,
             self.settings.memory,
-            planning.fixed_on_gpu(wanted.model, wanted.settings.context, wanted.active, self.engine.used()),
+            planning.fixed_on_gpu(wanted.model, wanted.settings, wanted.active, self.engine.used()),
             wanted.experts(slot_bytes),
             slots=self.settings.slots,
             staging=wanted.settings.staging,

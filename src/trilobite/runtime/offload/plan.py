@@ -50,7 +50,8 @@ class Offload:
     """How a model streams.
 
     memory: bytes for everything: the program, weights that stay, experts, keys and values, activations; None: no bound
-    context: tokens of keys and values, and of the longest prompt    policy: of `POLICIES`
+    context: tokens of keys and values, and of the longest prompt    texts: that have some at the same time
+    policy: of `POLICIES`
     ahead, guesses: speculative loading of so many experts a token, so many layers ahead; 0 guesses: none
     staging: buffers for guesses and prompts    pool: one pool of slots even where each layer could have its own
     slots: of all layers together; None: as many as fit
@@ -58,6 +59,7 @@ class Offload:
 
     memory: int | None
     context: int = 4096
+    texts: int = 1
     policy: str = "lfru"
     ahead: int = 1
     guesses: int = 2
@@ -140,16 +142,16 @@ def divide(
     return MemoryPlan(memory=memory, fixed=fixed, experts=experts, slots=fit, staging=staging, place=place)
 
 
-def fixed_on_host(model: PreTrainedModel, context: int, mapped: Container[int]) -> Fixed:
+def fixed_on_host(model: PreTrainedModel, settings: Offload, mapped: Container[int]) -> Fixed:
     """Of a model that runs on the host.
 
     mapped: addresses of tensors in mapped files; weights that lie elsewhere are part of the program already
     """
-    context = _within(model, context)
+    context = _within(model, settings.context)
     return Fixed(
         program=anonymous_bytes(),
         weights=sum(t.nbytes for t in _staying(model) if t.data_ptr() in mapped),
-        keys_and_values=key_value_bytes(model, context),
+        keys_and_values=settings.texts * key_value_bytes(model, context),
         activations=activation_bytes(model, context),
     )
 
@@ -159,14 +161,14 @@ def fixed_beside_gpu() -> Fixed:
     return Fixed(program=anonymous_bytes(), weights=0, keys_and_values=0, activations=ENGINE_BYTES)
 
 
-def fixed_on_gpu(model: PreTrainedModel, context: int, active: int, used: int | None) -> Fixed:
+def fixed_on_gpu(model: PreTrainedModel, settings: Offload, active: int, used: int | None) -> Fixed:
     """Of a model that runs on a GPU, there. active: A    used: what this process holds there already."""
-    context = _within(model, context)
+    context = _within(model, settings.context)
     hidden = model.config.get_text_config(decoder=True).hidden_size
     return Fixed(
         program=used or 0,
         weights=sum(t.nbytes for t in _staying(model)),
-        keys_and_values=key_value_bytes(model, context),
+        keys_and_values=settings.texts * key_value_bytes(model, context),
         # What the experts make of each token is kept until it is added up.
         activations=activation_bytes(model, context) + 8 * context * active * hidden,
     )

@@ -191,7 +191,7 @@ def bound(
 
 def _stream(wanted: Streamable) -> Streaming:
     settings = wanted.settings
-    fixed = planning.fixed_on_host(wanted.model, settings.context, wanted.places)
+    fixed = planning.fixed_on_host(wanted.model, settings, wanted.places)
     found = wanted.in_front_of_disk(fixed, settings.slots)
     if found.cache is not None:
         cache, guesser = found.cache, wanted.guesser()

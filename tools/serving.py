@@ -1,4 +1,4 @@
-"""A server in a process of its own, as its users have it."""
+"""A server in a process of its own, as its users have it: for tests and tools."""
 
 import json
 import os
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.paths import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny-moe"
 TEMPLATE = (
     "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
@@ -25,11 +24,15 @@ class Server:
     """url: of the server    process: its own."""
 
     def __init__(self, url: str, process: "subprocess.Popen[str]") -> None:
+        """It answers already."""
         self.url, self.process = url, process
 
     def resident(self) -> int:
-        """Bytes of memory that no file backs."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        """Bytes of memory that no file backs; 0 where the system does not say."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+        except OSError:
+            return 0
         return int(re.findall(r"RssAnon:\s+(\d+)", status)[0]) * 1024
 
 
@@ -46,7 +49,7 @@ def serving(model: Path, *options: object) -> Iterator[Server]:
     """A server on a free port, until the block ends."""
     command = [sys.executable, "-m", "trilobite", "serve", str(model), "--port", "0", *map(str, options)]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, stderr=subprocess.PIPE, text=True, env={"OMP_NUM_THREADS": "1", **os.environ}
     )
     assert process.stderr is not None
     try:
