@@ -45,11 +45,11 @@ def talking_model(folder: Path) -> Path:
 
 
 @contextmanager
-def serving(model: Path, *options: object) -> Iterator[Server]:
+def serving(model: Path, *options: object, threads: int = 1) -> Iterator[Server]:
     """A server on a free port, until the block ends."""
     command = [sys.executable, "-m", "trilobite", "serve", str(model), "--port", "0", *map(str, options)]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={"OMP_NUM_THREADS": "1", **os.environ}
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)}
     )
     assert process.stderr is not None
     try:

@@ -186,3 +186,34 @@ def test_prompts_that_are_none(server: Server, prompt: object, said: str) -> Non
     answer = httpx.post(f"{server.url}/v1/completions", content=json.dumps({"prompt": prompt}), headers=JSON)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+
+
+def test_lm_eval_asks_the_chat(server: Server, tmp_path: Path, expected) -> None:
+    """As `trilobite-lm-eval --model local-chat-completions` does."""
+    evaluator = pytest.importorskip("lm_eval.evaluator", reason="trilobite[eval] is not installed")
+    pytest.importorskip("tenacity", reason="lm_eval[api] is not installed")
+    from lm_eval.tasks import TaskManager
+
+    (tmp_path / "sea.jsonl").write_text(json.dumps({"question": "The sea is", "answer": "wide"}) + "\n")
+    task = {
+        "task": "sea",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "sea.jsonl")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\0"], "max_gen_toks": 12, "do_sample": False, "temperature": 0},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "sea.yaml").write_text(json.dumps(task))
+    found = evaluator.simple_evaluate(
+        model="local-chat-completions",
+        model_args=f"model=talking,base_url={server.url}/v1/chat/completions,tokenizer_backend=none",
+        tasks=["sea"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        apply_chat_template=True,
+        bootstrap_iters=0,
+    )
+    (sample,) = found["samples"]["sea"]
+    assert sample["resps"][0][0] == expected(AS_TEXT, 12)

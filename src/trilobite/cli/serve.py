@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilobite.cli.console import note, quiet
-from trilobite.cli.memory import MemoryOption, load_within, place_of
+from trilobite.cli.memory import GpuMemoryOption, MemoryOption, load_within, place_of
 from trilobite.cli.options import ActivationsOption, DeviceOption, usable_device
 from trilobite.cli.run import ModelArgument
 from trilobite.errors import MissingExtraError
@@ -49,6 +49,7 @@ def serve(
     device: DeviceOption = "auto",
     activations: ActivationsOption = "exact",
     memory: MemoryOption = "auto",
+    gpu_memory: GpuMemoryOption = None,
 ) -> None:
     """Serve a model: OpenAI's API, and a page to chat in at /.
 
@@ -69,9 +70,15 @@ def serve(
     )
     listening = listen(settings)  # before the model is loaded: that takes longer
     with quiet():
-        place = usable_device(place_of(device, memory))
+        place = usable_device(place_of(device, memory, gpu_memory))
         loaded = load_within(
-            model, memory, device=place, activations=activations, context=context, texts=slots
+            model,
+            memory,
+            gpu_memory=gpu_memory,
+            device=place,
+            activations=activations,
+            context=context,
+            texts=slots,
         )
         tokenizer = load_tokenizer(model)
         pages = make_pages(loaded, slots, context)

@@ -43,7 +43,8 @@ def make_pages(model: PreTrainedModel, slots: int, context: int | None) -> Pages
     """Divide memory. Raises ArchitectureError, SettingError, and ResourceError where memory does not suffice."""
     config = model.config.get_text_config(decoder=True)
     limit = context_length(model)
-    if model.config.is_encoder_decoder or not set(getattr(config, "layer_types", None) or ()) <= KINDS:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if model.config.is_encoder_decoder or model._is_stateful or not kinds <= KINDS:
         raise ArchitectureError(
             f"{model.name_or_path}: layers of {type(model).__name__} keep states that have no pages, so texts cannot "
             "be batched as they come; use `trilobite chat` or `generate`"

@@ -124,7 +124,8 @@ class Sampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         """scores: [texts, V] fp32, changed in place so that the largest of a row is the token drawn."""
         if not bool(scores.amax(-1).isfinite().all()):
             raise EvaluationError("logits are NaN or infinite; `trilobite generate` says where they begin")
-        for row, future in zip(scores, self.batch, strict=True):
+        # Prompts that go on in the next step have rows too, after all others, which nobody reads.
+        for row, future in zip(scores, self.batch, strict=False):
             draw = future.state.logit_processor_kwargs["draw"]
             if not draw.greedy:
                 draw.choose(row, future.state.generated_tokens)

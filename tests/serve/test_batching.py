@@ -1,0 +1,83 @@
+"""Continuous batching in our pages, with our attention: the tokens of `generate`, whatever the kind of attention."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.architectures import VOCAB, build_checkpoint
+from transformers import PreTrainedModel
+
+import trilobite
+from trilobite.errors import ArchitectureError
+from trilobite.runtime.generate.text import Sampling
+from trilobite.serve import batching as module
+from trilobite.serve.batching import Batching
+from trilobite.serve.pages import make_pages
+from trilobite.serve.sampler import Draw
+
+
+def expected(model: PreTrainedModel, ids: list[int], tokens: int) -> list[int]:
+    made = model.generate(
+        torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return made[0, len(ids) :].tolist()
+
+
+def results(batching: Batching, prompts: list[list[int]], tokens: int) -> list[object]:
+    """Outputs of requests that run side by side, in the order of the prompts."""
+    for i, ids in enumerate(prompts):
+        draw = Draw(sampling=Sampling())
+        batching._cb.add_request(ids, request_id=str(i), max_new_tokens=tokens, eos_token_id=[], draw=draw)
+    found = [batching._cb.get_result(timeout=120) for _ in prompts]
+    return sorted(found, key=lambda output: int(output.request_id))
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "deepseek", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_moe"]
+)
+def test_texts_side_by_side_are_those_of_generate(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts longer than a step, shorter ones, and more of them than slots."""
+    build_checkpoint(name, tmp_path / name)
+    model = trilobite.load(str(tmp_path / name))
+    generator = torch.Generator().manual_seed(3)
+    lengths = (3, 90, 17, 1, 40)
+    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    wanted = [expected(model, ids, 10) for ids in prompts]
+    monkeypatch.setattr(module, "BATCH_TOKENS", 32)
+    batching = Batching(model, None, make_pages(model, 3, 128), 60)
+    batching.start()
+    try:
+        assert [r.generated_tokens for r in results(batching, prompts, 10)] == wanted
+        again = results(batching, prompts, 10)  # now the pages of the prompts are there
+        assert [r.generated_tokens for r in again] == wanted
+        assert batching.texts == 0
+    finally:
+        batching.stop()
+    assert model.config._attn_implementation == "sdpa" or name == "gpt_oss"
+
+
+def test_an_error_in_a_step_is_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_checkpoint("mixtral", tmp_path / "model")
+    model = trilobite.load(str(tmp_path / "model"))
+    wanted = expected(model, [5, 6, 7], 4)
+    batching = Batching(model, None, make_pages(model, 2, 64), 60)
+    batching.start()
+    try:
+        monkeypatch.setattr(model, "forward", lambda **_: 1 / 0)
+        (failed,) = results(batching, [[5, 6, 7]], 4)
+        assert "zero" in failed.error
+        monkeypatch.undo()
+        batching._cb._generation_thread.join(10)
+        assert batching.is_alive()
+        (made,) = results(batching, [[5, 6, 7]], 4)
+        assert made.generated_tokens == wanted
+    finally:
+        batching.stop()
+
+
+def test_states_that_have_no_pages(tmp_path: Path) -> None:
+    build_checkpoint("jamba", tmp_path / "model")
+    with pytest.raises(ArchitectureError, match="trilobite chat"):
+        make_pages(trilobite.load(str(tmp_path / "model")), 2, 64)
