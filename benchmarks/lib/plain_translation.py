@@ -44,9 +44,12 @@ def main() -> None:
     for beams in job["beams"]:
         for batches in job["batches"]:
             run(model, batches[0][:2], beams, 4)
-            started = time.perf_counter()
-            tokens = sum(run(model, ids, beams, 3 * max(map(len, ids)) + 10) for ids in batches)
-            found.append([time.perf_counter() - started, tokens])
+            best = (float("inf"), 0)
+            for _ in range(job["rounds"]):
+                started = time.perf_counter()
+                tokens = sum(run(model, ids, beams, 3 * max(map(len, ids)) + 10) for ids in batches)
+                best = min(best, (time.perf_counter() - started, tokens))
+            found.append(best)
     print(json.dumps({"cells": found, "bytes": sum(p.nbytes for p in model.parameters())}))
 
 
