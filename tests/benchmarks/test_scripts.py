@@ -24,9 +24,14 @@ from benchmarks.quality import (
     recipes,
     row_loss,
 )
-from benchmarks.speed import calibrated_cost
+from benchmarks.speed import calibrated_cost, offload_gpu
 from benchmarks.speed import compress as speed_of_compress
+from trilobite.evaluate.measure import trace_experts
+from trilobite.evaluate.trace import save_trace
 from trilobite.kernels.cpu import engine
+from trilobite.quantize.run.compress import compress
+from trilobite.recipe import load_recipe
+from trilobite.runtime.load import load, load_tokenizer
 
 CONTEXT = 32
 
@@ -115,6 +120,21 @@ def test_traces(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
     )
     assert {"belady", "lru, one pool"} <= set(found["tiny"]["hit_ratio"])
     assert (tmp_path / "offload-tiny.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
+def test_offloading_to_a_gpu_on_paper(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    compress(str(model), tmp_path / "packed", load_recipe("rtn3"))
+    whole = load(str(tmp_path / "packed"))
+    save_trace(
+        tmp_path / "trace.npz", trace_experts(whole, load_tokenizer(str(model)), text, context=CONTEXT)
+    )
+    options = ["--copy", 12, "--shares", 80, "--tokens", 16]
+    found = run(offload_gpu, tmp_path / "packed", tmp_path / "trace.npz", *options)
+    rows = {row["variant"]: row for row in found["rows"]}
+    assert set(rows) == set(offload_gpu.VARIANTS)
+    assert rows["full"]["hit_ratio"] > rows["neither"]["hit_ratio"]
+    assert all(row["seconds"] >= row["alone"] for row in found["rows"])
 
 
 def test_codebooks(run: Any) -> None:
