@@ -32,7 +32,7 @@ from trilobite.runtime.load import load
 from trilobite.runtime.modules.experts import BIASES, PackedExperts
 from trilobite.runtime.modules.residence import AsStored
 from trilobite.runtime.offload.cache import ExpertCache
-from trilobite.runtime.offload.copies import HostCopies
+from trilobite.runtime.offload.copies import CopyEngine, HostCopies
 from trilobite.runtime.offload.misses import TOKENS, HostShare, measure
 from trilobite.runtime.offload.plan import GpuMemory, Offload
 from trilobite.runtime.offload.residence import ExpertsInSlots
@@ -106,11 +106,14 @@ class PaperParts:
 class Machine:
     """A model's experts on a GPU that there is not."""
 
+    real = False
+
     def __init__(
         self, options: argparse.Namespace, found: Trace, variant: str, place: tuple[float, float]
     ) -> None:
         """place: share of the experts that fit, in per cent; GB/s of the bus."""
         share, gigabytes = place
+        self.options = options
         each, active, staging = found.experts_of[0], found.experts.shape[2], Offload.staging
         self.variant, self.found = variant, found
         layers = options.layers
@@ -118,7 +121,10 @@ class Machine:
         few = {"no cache": active, "neither": active, "whole layers": each}
         slots = few.get(variant, fit)
         self.bandwidth = gigabytes * 1e9
-        gpu = GpuMemory(memory=2**50, engine=PaperBus(self.bandwidth, LATENCY), slots=slots, share=False)
+        self.engine = self.make_engine()
+        gpu = GpuMemory(
+            memory=2**50, engine=self.engine, slots=slots, share=self.real and variant == "shared"
+        )
         wanted = Offload(memory=None, guesses=0, pool=slots != fit or slots < active * layers)
         model = load(options.model, memory=wanted, gpu_memory=gpu)
         stream = streaming(model)
@@ -127,28 +133,36 @@ class Machine:
         self.cache: ExpertCache = stream.cache
         self.modules = [experts_of(layer) for layer in moe_layers(model)]
         self.clock = Clock()
-        self.seconds = self.cache.store.size((0, 0)) / (options.device * 1e9)
         guesses = found.guesses[gate(1)] if variant in ("shared", "full", "no cache") else None
         self.guesser = TraceGuesser(guesses, len(self.modules))
         for module in self.modules:
-            self._equip(module)
-        self.x = torch.randn(TOKENS[-1], self.modules[0].hidden_size, dtype=torch.bfloat16)
-        if variant == "shared":
-            self._share()
+            residence_of(module).guesser = self.guesser  # type: ignore[assignment]
+        x = torch.randn(TOKENS[-1], self.modules[0].hidden_size, dtype=torch.bfloat16)
+        self.x = x.to(self.engine.device)
+        self.seconds = self.prepare()
 
-    def _equip(self, module: PackedExperts) -> None:
-        residence = module.residence
-        assert isinstance(residence, ExpertsInSlots)
-        residence.guesser = self.guesser  # type: ignore[assignment]
+    def make_engine(self) -> CopyEngine:
+        """The bus."""
+        return PaperBus(self.bandwidth, LATENCY)
+
+    def prepare(self) -> float:
+        """Let the GPU compute, and the host too where it shall; seconds for an expert."""
+        seconds = self.cache.store.size((0, 0)) / (self.options.device * 1e9)
+        for module in self.modules:
+            self._equip(module, seconds)
+        if self.variant == "shared":
+            self._share(seconds)
+        return seconds
+
+    def _equip(self, module: PackedExperts, seconds: float) -> None:
         biases = [module._parameters[name] for name in BIASES]
-        residence.binding = ops.Binding(PaperGpu(self.clock, self.seconds, module.num_experts), *biases)
+        made = PaperGpu(self.clock, seconds, module.num_experts)
+        residence_of(module).binding = ops.Binding(made, *biases)
 
-    def _share(self) -> None:
-        residences = [module.residence for module in self.modules]
+    def _share(self, seconds: float) -> None:
         calls = []
-        for module, residence in zip(self.modules, residences, strict=True):
-            assert isinstance(residence, ExpertsInSlots)
-            stored = residence._stored
+        for module in self.modules:
+            stored = residence_of(module)._stored
             assert isinstance(stored, AsStored)
             call = stored.bind(module)
             assert isinstance(call, BoundExperts)
@@ -157,7 +171,7 @@ class Machine:
         def copy(expert: int, *inputs: Tensor) -> float:
             started = time.perf_counter()
             self.cache.ensure(0, [expert])
-            self.clock.wait(self.seconds)
+            self.clock.wait(seconds)
             ended = time.perf_counter()
             self.cache.drop((0, expert))
             return ended - started
@@ -165,20 +179,19 @@ class Machine:
         costs = measure(self.modules[0].num_experts, self.x, copy, calls[0])
         print(f"copied or computed: {costs}", file=sys.stderr)
         self.cache.slots.reset()
-        for residence in residences:
-            assert isinstance(residence, ExpertsInSlots)
-            residence.host = HostShare(costs, calls)
+        for module in self.modules:
+            residence_of(module).host = HostShare(costs, calls)
 
     def token(self, t: int) -> None:
         """Through all layers."""
         self.guesser.token = t
         for i, module in enumerate(self.modules):
-            index = torch.from_numpy(self.found.experts[i % len(self.found.experts), t].astype(np.int64))[
-                None
-            ]
+            experts = self.found.experts[i % len(self.found.experts), t].astype(np.int64)
+            index = torch.from_numpy(experts)[None].to(self.x.device)
             if self.variant == "whole layers":
                 self.cache.ensure(i, range(module.num_experts))
-            module(self.x[:1], index, torch.full(index.shape, 0.5))
+            module(self.x[:1], index, torch.full(index.shape, 0.5, device=self.x.device))
+        self.engine.wait()
 
     def run(self, tokens: int) -> dict[str, Any]:
         """Seconds of a token, and what was counted."""
@@ -203,6 +216,12 @@ class Machine:
         }
 
 
+def residence_of(module: PackedExperts) -> ExpertsInSlots:
+    """Where a layer's experts live."""
+    assert isinstance(module.residence, ExpertsInSlots)
+    return module.residence
+
+
 def table(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     found, names = load_trace(options.trace), list(VARIANTS)
     for gigabytes in options.copy:
@@ -214,16 +233,18 @@ def table(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             machine.cache.close()
 
 
-def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+def report(rows: list[dict[str, Any]], device: float | None) -> str:
+    """device: GB/s of a GPU on paper."""
+    which = torch.cuda.get_device_name() if device is None else f"A GPU that reads {device:g} GB/s"
     lines = [
-        f"A GPU that reads {options.device:g} GB/s; its experts alone: {1 / rows[0]['alone']:.0f} tokens/s.",
+        f"{which}; its experts alone: {1 / rows[0]['alone']:.0f} tokens/s.",
         "",
         "| bus, GB/s | on the GPU | variant | tokens/s | of the bound | hits | MB per token | stall, ms per token |",
         "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for r in rows:
         cells = (
-            f"{r['copy']:g}",
+            f"{r['copy']:.3g}",
             f"{r['share']:g} %" if r["share"] else "",
             VARIANTS[r["variant"]],
             f"{1 / r['seconds']:.1f}",
@@ -252,7 +273,9 @@ def main() -> None:
     chosen.layers = len(moe_layers(load(chosen.model)))
     rows = list(table(chosen))
     summary = {"device": chosen.device, "rows": rows}
-    publish(report(rows, chosen), summary, page=chosen.page, marker="offload-gpu", output=chosen.output)
+    publish(
+        report(rows, chosen.device), summary, page=chosen.page, marker="offload-gpu", output=chosen.output
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from support.architectures import build_checkpoint
 from support.calibrating import add_tokenizer, words
 from support.paths import ROOT
 
+from benchmarks.gpu import offload as gpu_offload
 from benchmarks.lib import packed
 from benchmarks.quality import (
     analyses,
@@ -32,6 +33,7 @@ from trilobite.kernels.cpu import engine
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.load import load, load_tokenizer
+from trilobite.runtime.offload.copies import HostCopies
 
 CONTEXT = 32
 
@@ -122,15 +124,36 @@ def test_traces(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
     assert (tmp_path / "offload-tiny.png").stat().st_size > 10_000
 
 
-@pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
-def test_offloading_to_a_gpu_on_paper(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def streamable(model: Path, text: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A packed checkpoint, and a trace of it."""
     compress(str(model), tmp_path / "packed", load_recipe("rtn3"))
     whole = load(str(tmp_path / "packed"))
-    save_trace(
-        tmp_path / "trace.npz", trace_experts(whole, load_tokenizer(str(model)), text, context=CONTEXT)
-    )
+    trace = trace_experts(whole, load_tokenizer(str(model)), text, context=CONTEXT)
+    save_trace(tmp_path / "trace.npz", trace)
+    return tmp_path / "packed", tmp_path / "trace.npz"
+
+
+@pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
+def test_offloading_to_a_gpu(
+    run: Any, streamable: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the host and interpreted kernels in its place."""
+    triton_interpreter = pytest.importorskip("support.triton_interpreter")
+    triton_interpreter.install()
+    monkeypatch.setattr(HostCopies, "gpu_layout", True)
+    monkeypatch.setattr(gpu_offload.Real, "make_engine", lambda _: HostCopies())
+    monkeypatch.setattr(gpu_offload, "ROUNDS", 1)
+    monkeypatch.setattr(offload_gpu, "WARM", 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    rows = run(gpu_offload, *streamable, "--shares", 80, "--tokens", 3)["rows"]
+    assert {row["variant"] for row in rows} == set(offload_gpu.VARIANTS)
+
+
+@pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
+def test_offloading_to_a_gpu_on_paper(run: Any, streamable: tuple[Path, Path]) -> None:
     options = ["--copy", 12, "--shares", 80, "--tokens", 16]
-    found = run(offload_gpu, tmp_path / "packed", tmp_path / "trace.npz", *options)
+    found = run(offload_gpu, *streamable, *options)
     rows = {row["variant"]: row for row in found["rows"]}
     assert set(rows) == set(offload_gpu.VARIANTS)
     assert rows["full"]["hit_ratio"] > rows["neither"]["hit_ratio"]

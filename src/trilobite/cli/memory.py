@@ -108,33 +108,45 @@ class Metrics:
         self._model = model
         self._before = self._now()
 
-    def _now(self) -> "Counters | None":
+    def _now(self) -> "list[Counters]":
+        """Of every tier that streams, the fastest first."""
         from trilobite.runtime.offload.streaming import streaming
 
-        found = streaming(self._model)
-        return None if found is None else found.counters
+        tier = streaming(self._model)
+        found = []
+        while tier is not None and tier.cache is not None:
+            found.append(tier.counters)
+            tier = tier.below
+        return found
 
     def since(self) -> dict[str, Any]:
-        """Counters as plain data; empty where nothing streams."""
+        """Counters as plain data; empty where nothing streams. below: those of the tier behind the first one."""
         now, before = self._now(), self._before
         self._before = now
-        if now is None or before is None:
-            return {}
-        found = now - before
-        return {
-            "hit_ratio": round(found.hit_ratio, 4),
-            "bytes_read": found.bytes,
-            "guesses": found.guesses,
-            "guesses_used": found.used,
-            "stalled_seconds": round(found.stalled, 4),
-        }
+        tiers = [_plain(later - earlier) for later, earlier in zip(now, before, strict=True)]
+        return {} if not tiers else tiers[0] if len(tiers) == 1 else {**tiers[0], "below": tiers[1]}
 
     def line(self) -> str:
         """The same for people."""
         found = self.since()
         if not found:
             return "nothing streams: all experts lie in memory"
-        return (
-            f"experts: hit ratio {100 * found['hit_ratio']:.1f} %, {size(found['bytes_read'])} read, "
-            f"{found['guesses_used']} of {found['guesses']} guesses used, {found['stalled_seconds']:.2f} s stalled"
-        )
+        below = found.get("below")
+        return _line("experts", found) + ("" if below is None else _line("; behind them", below))
+
+
+def _plain(found: "Counters") -> dict[str, Any]:
+    return {
+        "hit_ratio": round(found.hit_ratio, 4),
+        "bytes_read": found.bytes,
+        "guesses": found.guesses,
+        "guesses_used": found.used,
+        "stalled_seconds": round(found.stalled, 4),
+    }
+
+
+def _line(what: str, found: dict[str, Any]) -> str:
+    return (
+        f"{what}: hit ratio {100 * found['hit_ratio']:.1f} %, {size(found['bytes_read'])} read, "
+        f"{found['guesses_used']} of {found['guesses']} guesses used, {found['stalled_seconds']:.2f} s stalled"
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilobite.cli.console import Progress, note, quiet
-from trilobite.cli.memory import MemoryOption, load_within, place_of
+from trilobite.cli.memory import GpuMemoryOption, MemoryOption, load_within, place_of
 from trilobite.cli.options import ActivationsOption, DeviceOption, usable_device
 from trilobite.cli.run import ModelArgument
 from trilobite.errors import DestinationError
@@ -95,6 +95,7 @@ def translate(
     device: DeviceOption = "auto",
     activations: ActivationsOption = "exact",
     memory: MemoryOption = "auto",
+    gpu_memory: GpuMemoryOption = None,
 ) -> None:
     """Translate the lines of standard input with an encoder-decoder model.
 
@@ -117,13 +118,13 @@ def translate(
         pruning="compact" if pruning else "off",
     )
     with quiet():
-        on = usable_device(place_of(device, memory))
+        on = usable_device(place_of(device, memory, gpu_memory))
         sentences = _read(output)
         file = _begun(output, sentences, _made_of(model, to, source, search, n_best, sentences))
         if file is not None and file.complete:
             note(f"{output}: is complete already; delete it to translate again")
             return
-        loaded = load_within(model, memory, device=on, activations=activations)
+        loaded = load_within(model, memory, gpu_memory=gpu_memory, device=on, activations=activations)
         translator = Translator(loaded, load_tokenizer(model), to=to, source=source, search=search)
         if to and not translator.direction.declared:
             note(f"this model does not say its languages: --to {to} is taken for the one it was made for")
