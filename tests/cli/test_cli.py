@@ -467,6 +467,18 @@ def test_stats_feed_a_frequency_policy(run: Run, original: Path, text: Path, tmp
     assert sum(ranks) > 0
 
 
+def test_a_bound_on_the_memory_of_a_gpu(run: Run, packed: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for command in ("generate {} sea", "chat {}", "eval {} --text {}"):
+        refused = run(*command.format(packed, packed / "config.json").split(), "--gpu-memory", "10GiB")
+        assert refused.status == 1
+        assert "no GPU" in refused.err
+        assert len(refused.err.strip().splitlines()) == 1
+    for option in ("--device=cpu", "--compile"):
+        assert run("generate", packed, "sea", "--gpu-memory", "10GiB", option).status == 2
+
+
 def test_a_bound_on_memory(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "anonymous_bytes", lambda: 0)
     free = run("generate", packed, "the sea", "-n", 5, "--json").json

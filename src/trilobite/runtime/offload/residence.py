@@ -171,7 +171,8 @@ class ExpertsOnGpu(ExpertsInSlots):
         self._codings = codings
 
     def _make(self, module: PackedExperts) -> Call:
-        table = torch.empty_like(self.cache.tables[self.layer], device=self.cache.slab.device)
+        with torch.inference_mode(False):  # it changes outside of it, too
+            table = torch.empty_like(self.cache.tables[self.layer], device=self.cache.slab.device)
         slab = self.cache.slab.view(torch.int32)
         return _GpuCall(module.layer(slab, table, self._codings), self.cache, self.layer)
 

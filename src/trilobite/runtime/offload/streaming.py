@@ -179,7 +179,7 @@ def bound(
     Raises OffloadError: too little memory, and as `streamable` does.
     """
     settings = settings_of(model, source, memory)
-    if settings is None:
+    if settings is None or settings.memory is None:
         return None
     try:
         return _stream(streamable(model, source, tensors, settings))
