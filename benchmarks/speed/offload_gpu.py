@@ -63,8 +63,7 @@ class Clock:
 
     def wait(self, seconds: float) -> None:
         due = time.perf_counter() - self._late + seconds
-        if due > time.perf_counter():
-            time.sleep(due - time.perf_counter())
+        time.sleep(max(0.0, due - time.perf_counter()))
         self._late = min(time.perf_counter() - due, 1e-3)
 
 

@@ -100,8 +100,7 @@ class HostCopies(CopyEngine):
         overslept = self._late if now - self._ended < NEXT else 0.0
         due = now - overslept + source.numel() / self.bandwidth + (self.latency if first else 0.0)
         self.put(source, target)
-        if due > perf_counter():
-            sleep(due - perf_counter())
+        sleep(max(0.0, due - perf_counter()))
         self._ended = perf_counter()
         self._late = self._ended - due
 
