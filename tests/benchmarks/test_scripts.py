@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from benchmarks.quality import (
 )
 from benchmarks.speed import calibrated_cost, offload_gpu
 from benchmarks.speed import compress as speed_of_compress
+from benchmarks.speed import serve as speed_of_serving
 from trilobite.evaluate.measure import trace_experts
 from trilobite.evaluate.trace import save_trace
 from trilobite.kernels.cpu import engine
@@ -206,3 +208,11 @@ def test_a_front_is_what_nobody_beats() -> None:
         for i, (b, k) in enumerate(((3, 2), (2, 3), (4, 2.5), (4, 1)))
     ]
     assert [p.recipe for p in pareto.front(made)] == ["1", "0", "3"]
+
+
+def test_speed_of_serving(run: Any, model: Path, tmp_path: Path) -> None:
+    """On a copy: the script writes a tokenizer of its own."""
+    copy = shutil.copytree(model, tmp_path / "copy")
+    (row,) = run(speed_of_serving, copy, "--clients", 2, "--prompt", 8, "--tokens", 3)["copy"]
+    assert row["clients"] == 2
+    assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["generate"], rel=0.01)
