@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -479,7 +480,7 @@ def test_a_bound_on_the_memory_of_a_gpu(run: Run, packed: Path) -> None:
         assert run("generate", packed, "sea", "--gpu-memory", "10GiB", option).status == 2
 
 
-def test_a_bound_on_memory(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_on_memory(run: Run, packed: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "anonymous_bytes", lambda: 0)
     free = run("generate", packed, "the sea", "-n", 5, "--json").json
     assert "hit_ratio" not in free
@@ -492,6 +493,15 @@ def test_a_bound_on_memory(run: Run, packed: Path, monkeypatch: pytest.MonkeyPat
     bound = run("generate", packed, "the sea", "-n", 5, "--json", "--memory", figure, "-v")
     assert bound.json["text"] == free["text"]
     assert "memory " in bound.err
+    # Nobody asks, and the model does not fit: it streams all the same, and says what to expect.
+    monkeypatch.setattr(planning, "automatic", lambda *args: int(figure.removesuffix("MiB")) * 2**20)
+    for command in (
+        ["generate", packed, "the sea", "-n", 5],
+        ["eval", packed, "--text", text, "--context", 64],
+    ):
+        alone = run(*command)
+        assert alone.status == 0
+        assert re.search(r"does not fit into free memory: .* B/s allow about [0-9.e+]+ tokens/s", alone.err)
 
 
 def refused_figure(message: str) -> str:

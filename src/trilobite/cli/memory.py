@@ -77,6 +77,7 @@ def load_within(
     context: tokens of a text, None = as many as `Offload` has    texts: at a time
     """
     from trilobite import load
+    from trilobite.runtime.offload.expectation import expectation
     from trilobite.runtime.offload.plan import AUTO, Offload, parse_size
     from trilobite.runtime.offload.streaming import streaming
 
@@ -93,8 +94,12 @@ def load_within(
     model = load(path, device=device, activations=activations, memory=bound, gpu_memory=gpu_memory)
     found = streaming(model)
     if found is not None:
-        if automatic and gpu_memory is None:
-            note("the model does not fit into free memory: experts stream from the disk, at its speed")
+        if automatic and gpu_memory is None and (expected := expectation(found)) is not None:
+            note(
+                "the model does not fit into free memory: experts stream from the disk, whose "
+                f"{size(expected.bandwidth)}/s allow about {expected.tokens:.2g} tokens/s, more where a text keeps to "
+                "few experts"
+            )
         for line in found.notes:
             note(line)
     return model

@@ -18,6 +18,7 @@ from trilobite.quantize.run.compress import compress
 from trilobite.recipe import Recipe, load_recipe
 from trilobite.runtime.load import load
 from trilobite.runtime.offload.cache import ExpertCache
+from trilobite.runtime.offload.expectation import expectation
 from trilobite.runtime.offload.plan import Offload
 from trilobite.runtime.offload.policies import POLICIES
 from trilobite.runtime.offload.streaming import streaming
@@ -226,6 +227,20 @@ def test_guesses_pass_through_the_norm_of_the_layer_they_are_for(tmp_path: Path)
     assert counts.wasted == 0
 
 
+def test_what_the_disk_allows(packed: Callable[[str, str], Path]) -> None:
+    """As many tokens as it has experts to give, of those without a slot: half of four, two a token in each layer."""
+    path = packed("mixtral", "int3")
+    model, cache = streamed(path, 2)
+    found = streaming(model)
+    assert found is not None
+    expected = expectation(found)
+    assert expected is not None
+    missed = cache.store.nbytes / cache.store.count * 2 * len(cache.tables) / 2
+    assert expected.tokens == pytest.approx(expected.bandwidth / missed)
+    assert cache.counters.bytes == 0
+    assert torch.equal(answers(model, IDS), answers(load(str(path)), IDS))
+
+
 def failing(error: Callable[[], BaseException]) -> Callable[..., int]:
     def read(*_: object) -> int:
         raise error()
@@ -268,14 +283,18 @@ def resident_bytes() -> int:
 
 
 def test_memory_does_not_grow(packed: Callable[[str, str], Path]) -> None:
-    """Two slots, many tokens. What an hour would lose, this loses in parts of 1 MiB."""
-    model, _ = streamed(packed("mixtral", "int3"), 2)
-    token = torch.tensor([[5]])
+    """Two slots, many tokens, each as the resident model says. What an hour would lose, this loses in parts of 1 MiB."""
+    path = packed("mixtral", "int3")
+    model, _ = streamed(path, 2)
+    token, resident = torch.tensor([[5]]), load(str(path))
+    with torch.inference_mode():
+        expected = [resident(input_ids=token + i, use_cache=False).logits for i in range(200)]
 
     def run(count: int) -> None:
         with torch.inference_mode():
             for i in range(count):
-                model(input_ids=token + i % 200, use_cache=False)
+                made = model(input_ids=token + i % 200, use_cache=False).logits
+                assert torch.equal(made, expected[i % 200])
 
     run(200)
     before = resident_bytes()

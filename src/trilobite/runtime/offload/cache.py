@@ -66,6 +66,20 @@ class ExpertCache:
         keys = ((layer, e) for e in experts)
         return [key[1] for key in keys if self.slots.slot(key) is None and key not in self._guesses]
 
+    def missing(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Those of a call that somebody would have to wait for, which nothing counts."""
+        keys = ((layer, e) for e in experts)
+        return [key[1] for key in keys if self.slots.slot(key) is None or key in self._coming]
+
+    def wait(self, layer: int, experts: Sequence[int]) -> None:
+        """For those that were to come later than the others of `ensure`. Raises OffloadError."""
+        self._fill([], {(layer, e) for e in experts})
+
+    def abandon(self, layer: int, experts: Sequence[int]) -> None:
+        """Let go of those of them that are still on their way."""
+        for key in [(layer, e) for e in experts if (layer, e) in self._coming]:
+            self._abandon(key, self._coming.pop(key))
+
     def ensure(
         self,
         layer: int,

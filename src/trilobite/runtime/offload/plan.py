@@ -26,6 +26,8 @@ UNITS = {
 }
 ENGINE_BYTES = 48 * 2**20
 """Workspaces of the CPU engine and of torch, whatever the model."""
+STAGED = 16 * 2**20
+"""Bytes that staging buffers hold together, where that is more than two of them."""
 HEADROOM = 0.9
 """Share of the free memory that `auto` takes."""
 
@@ -53,7 +55,8 @@ class Offload:
     context: tokens of keys and values, and of the longest prompt    texts: that have some at the same time
     policy: of `POLICIES`
     ahead, guesses: speculative loading of so many experts a token, so many layers ahead; 0 guesses: none
-    staging: buffers for guesses and prompts    pool: one pool of slots even where each layer could have its own
+    staging: buffers for guesses and prompts; None: few
+    pool: one pool of slots even where each layer could have its own
     slots: of all layers together; None: as many as fit
     """
 
@@ -63,9 +66,14 @@ class Offload:
     policy: str = "lfru"
     ahead: int = 1
     guesses: int = 2
-    staging: int = 4
+    staging: int | None = None
     pool: bool = False
     slots: int | None = None
+
+
+def staging_of(settings: Offload, slot_bytes: int) -> int:
+    """Buffers for guesses and prompts: as asked, or as many small ones as keep transfers going, two large ones."""
+    return settings.staging or max(2, min(8, STAGED // slot_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,10 +76,34 @@ class ExpertsInSlots(Residence[PackedExperts]):
             if not self.cache.holds(self.layer, len(needed)):
                 return self._run_in_groups(module, call, needed, *inputs)
             if self.host is None or not (here := self._share(self.host, needed, flat)):
+                groups = self._groups(call, needed)
+                if len(groups) > 1:
+                    return self._run_as_they_come(module, call, groups, *inputs)
                 self.cache.ensure(self.layer, needed)
                 self._look_ahead()
                 return call(x, index, weights)
             return self._run_shared(module, call, (needed, here), *inputs)
+
+    def _groups(self, call: Call, needed: list[int]) -> list[list[int]]:
+        """The experts of a call in ascending order, in parts that are worth computing before the next one is there."""
+        return [needed]
+
+    def _run_as_they_come(
+        self, module: PackedExperts, call: Call, groups: list[list[int]], *inputs: Tensor
+    ) -> Tensor:
+        """Compute what is there while the rest is read: experts are added up in the order of one call."""
+        parts, later = call.parts(*inputs), [e for group in groups[1:] for e in group]
+        self.cache.ensure(self.layer, [*groups[0], *later], later=later)
+        try:
+            for group in groups:
+                self.cache.wait(self.layer, group)
+                if group is groups[-1]:
+                    self._look_ahead()
+                parts.add(only(inputs[1], group, module.num_experts))
+        except BaseException:
+            self.cache.abandon(self.layer, later)
+            raise
+        return parts.result()
 
     def _share(self, host: HostShare, needed: list[int], flat: list[int]) -> list[int]:
         """Those of the needed experts that are absent and computed by the host."""
@@ -146,6 +170,15 @@ class ExpertsOnHost(ExpertsInSlots):
     Its call is bound to the slab of all slots, and finds the experts of this layer through a table whose rows are
     rewritten in place.
     """
+
+    def _groups(self, call: Call, needed: list[int]) -> list[list[int]]:
+        """Cut before each expert that has to be waited for, if the engine can add up in parts."""
+        absent, groups = self.cache.missing(self.layer, needed), [needed[:1]]
+        for e in needed[1:]:
+            if e in absent and call.sums_up:
+                groups.append([])
+            groups[-1].append(e)
+        return groups
 
     def _make(self, module: PackedExperts) -> Call:
         with self.cache.completed(self.layer) as table:

@@ -1,8 +1,11 @@
 """Where experts come from, and how each is described wherever its bytes come to lie. First of all: from the disk."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 from torch import Tensor
@@ -10,7 +13,7 @@ from torch import Tensor
 from trilobite.errors import OffloadError
 from trilobite.kernels.expert_table import Column, build
 from trilobite.runtime.modules.experts import PackedExperts
-from trilobite.runtime.offload.memory import Arena
+from trilobite.runtime.offload.memory import ALIGN, Arena
 from trilobite.runtime.offload.policies import Key
 from trilobite.runtime.offload.reader import Reader, Stretch
 from trilobite.runtime.offload.transfers import Transfer
@@ -18,6 +21,8 @@ from trilobite.runtime.offload.transfers import Transfer
 _NAMES = ("PACKED", "SCALE", "LRA", "LRB", "LATTICE", "SIGNS_IN", "SIGNS_OUT")
 OFFSETS = [int(Column[name]) for name in _NAMES]
 """Columns of a table that count from the beginning of the slab."""
+GLANCE, GLANCE_SECONDS = 8 * 2**20, 0.15
+"""Bytes of one read of a short look at the disk, and how long that goes on."""
 
 
 Places = Mapping[int, tuple[Path, int]]
@@ -134,6 +139,20 @@ class FileStore(ExpertStore):
         """End the reading threads and close the files."""
         if self._reader is not None:
             self._reader.close()
+
+    def speed(self, seconds: float = GLANCE_SECONDS) -> float:
+        """Bytes per second of a short look at the disk: first parts of experts, one by one. Raises OffloadError."""
+        if self._reader is None:
+            self.open()
+        assert self._reader is not None
+        arena, done, started = Arena(1, GLANCE + ALIGN), 0, perf_counter()
+        for stretch in itertools.chain.from_iterable(self.stretches):
+            part = replace(stretch, nbytes=min(stretch.nbytes, GLANCE))
+            self._reader.read(part, arena.view(0), urgent=True).wait()
+            done += part.nbytes
+            if perf_counter() - started > seconds:
+                break
+        return done / (perf_counter() - started)
 
     def files(self) -> list[Path]:
         """Those that hold experts."""

@@ -116,7 +116,7 @@ class Streamable:
             fixed,
             self.experts(self.store.slot_bytes),
             slots=slots,
-            staging=chosen.staging,
+            staging=planning.staging_of(chosen, self.store.slot_bytes),
             place="memory",
         )
         if plan.fits:
