@@ -237,9 +237,8 @@ def run(options: argparse.Namespace, variant: str, share: int) -> dict[str, Any]
 
 
 def measure_all(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Add to the results what was asked for; disk and computing alone are measured every time, the last ones stay."""
+    """Add to the results what was asked for; computing alone is measured every time, the last one stays."""
     chosen = [v for v in options.variants if v != "llama" or (options.llama and options.gguf)]
-    results["disk"] = disk_bandwidth(Path(options.model))
     results["alone"] = run(options, "resident", 100)["seconds"]
     results[ALL_IN_SLOTS] = run(options, ALL_IN_SLOTS, 100)["seconds"]
     for share in options.shares:
@@ -249,8 +248,8 @@ def measure_all(options: argparse.Namespace, results: dict[str, Any]) -> None:
             print(f"{variant} at {share} %", file=sys.stderr, flush=True)
             found = run(options, variant, share)
             if found:
-                limits = {"disk": results["disk"], "alone": results["alone"]}
-                row = {"share": 0 if variant in SLOTLESS else share, "variant": variant, **limits, **found}
+                row = {"share": 0 if variant in SLOTLESS else share, "variant": variant, **found}
+                row |= {"alone": results["alone"], "disk": found.get("disk")}
                 results["rows"][f"{row['share']} {variant}"] = row
             if options.results:
                 options.results.write_text(json.dumps(results))
@@ -258,7 +257,9 @@ def measure_all(options: argparse.Namespace, results: dict[str, Any]) -> None:
 
 def bound(row: dict[str, Any]) -> float | None:
     """Seconds that a token takes at least: computing alone, or reading what was missed."""
-    return None if row["missed"] is None else max(row["alone"], row["missed"] / row["disk"])
+    if row["missed"] is None or not row["disk"]:
+        return None
+    return float(max(row["alone"], row["missed"] / row["disk"]))
 
 
 def report(results: dict[str, Any]) -> str:
@@ -277,7 +278,7 @@ def report(results: dict[str, Any]) -> str:
                 f"{r['missed'] / 1e6:.0f}" if r["missed"] is not None else "",
                 f"{r['bytes'] / 1e6:.0f}" if r["bytes"] is not None else "",
                 f"{r['stall']:.3f}" if r["stall"] is not None else "",
-                f"{r['disk'] / 1e9:.2f}",
+                f"{r['disk'] / 1e9:.2f}" if r["disk"] else "",
             ]
         )
     header = (
