@@ -95,9 +95,10 @@ def load_within(
     found = streaming(model)
     if found is not None:
         if automatic and gpu_memory is None and (expected := expectation(found)) is not None:
+            pace = f"{expected.tokens:.1f}" if expected.tokens < 10 else f"{expected.tokens:.0f}"
             note(
                 "the model does not fit into free memory: experts stream from the disk, whose "
-                f"{size(expected.bandwidth)}/s allow about {expected.tokens:.2g} tokens/s, more where a text keeps to "
+                f"{size(expected.bandwidth)}/s allow about {pace} tokens/s, more where a text keeps to "
                 "few experts"
             )
         for line in found.notes:
