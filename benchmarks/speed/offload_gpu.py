@@ -34,7 +34,7 @@ from trilobite.runtime.modules.residence import AsStored
 from trilobite.runtime.offload.cache import ExpertCache
 from trilobite.runtime.offload.copies import CopyEngine, HostCopies
 from trilobite.runtime.offload.misses import TOKENS, HostShare, measure
-from trilobite.runtime.offload.plan import GpuMemory, Offload
+from trilobite.runtime.offload.plan import GPU_STAGING, GpuMemory, Offload
 from trilobite.runtime.offload.residence import ExpertsInSlots
 from trilobite.runtime.offload.streaming import experts_of, streaming
 from trilobite.runtime.routing import moe_layers
@@ -113,7 +113,7 @@ class Machine:
         """place: share of the experts that fit, in per cent; GB/s of the bus."""
         share, gigabytes = place
         self.options = options
-        each, active, staging = found.experts_of[0], found.experts.shape[2], Offload.staging
+        each, active, staging = found.experts_of[0], found.experts.shape[2], GPU_STAGING
         self.variant, self.found = variant, found
         layers = options.layers
         fit = max(active + 1, int(share / 100 * layers * each) - staging)

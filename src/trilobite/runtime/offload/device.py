@@ -80,7 +80,7 @@ class _GpuTier:
             planning.fixed_on_gpu(wanted.model, wanted.settings, wanted.active, self.engine.used()),
             wanted.experts(slot_bytes),
             slots=self.settings.slots,
-            staging=planning.staging_of(wanted.settings, slot_bytes),
+            staging=wanted.settings.staging or planning.GPU_STAGING,
             place="GPU memory",
         )
 

@@ -28,6 +28,8 @@ ENGINE_BYTES = 48 * 2**20
 """Workspaces of the CPU engine and of torch, whatever the model."""
 STAGED = 16 * 2**20
 """Bytes that staging buffers hold together, where that is more than two of them."""
+GPU_STAGING = 4
+"""Staging buffers of a GPU where nobody says: the paper's b."""
 HEADROOM = 0.9
 """Share of the free memory that `auto` takes."""
 
