@@ -3,6 +3,7 @@
 # make sanitize   builds the native library with ASan and UBSan and fuzzes it
 # make old-triton   compiles GPU kernels with the oldest Triton that the package takes
 # make load     asks a server for 1,000 texts from 16 clients, some of whom hang up, and compares every answer
+# make fuzz   damages checkpoints in 10,000 ways and looks how each ends
 # make emulate    builds it for ARM and fuzzes it under QEMU (g++-aarch64-linux-gnu, qemu-user)
 VENV ?= .venv
 PYTHON ?= python3
@@ -12,7 +13,7 @@ TORCH ?= torch==2.13.0
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test lint format install clean sanitize old-triton emulate load
+.PHONY: demo test lint format install clean sanitize old-triton emulate load fuzz
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +45,9 @@ old-triton: install
 
 load: install
 	$(BIN)/python tools/load_server.py --requests 1000 --clients 16
+
+fuzz: install
+	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 10000
 
 emulate: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100

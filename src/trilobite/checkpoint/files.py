@@ -9,7 +9,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from trilobite.errors import DestinationError
+from trilobite.errors import CheckpointError, DestinationError
+
+READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".safetensors", ".md"})
+"""Suffixes of the files of a checkpoint that somebody reads, be it transformers."""
+
+
+def check_regular(folder: Path) -> None:
+    """Raise CheckpointError for what cannot be read to its end: a pipe, a device, a folder in the place of a file."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in READ and not path.name.startswith(".") and path.exists() and not path.is_file():
+            kind = "folder" if path.is_dir() else "pipe or a device"
+            raise CheckpointError(f"{path}: a {kind}, expected a file; copy the checkpoint again")
 
 
 def write_at(handle: int, data: memoryview, offset: int) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from trilobite.checkpoint.checksums import CHECKSUMS, of_tensors
-from trilobite.checkpoint.files import explained, locked, write_at, write_whole
+from trilobite.checkpoint.files import check_regular, explained, locked, write_at, write_whole
 from trilobite.checkpoint.layout import Shard, StoredTensor, Unit, make_shards
 from trilobite.checkpoint.source import DTYPES
 from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
@@ -328,13 +328,17 @@ def read_report(path: Path) -> dict[str, Any]:
     Raises CheckpointError when it is absent or unreadable, FormatVersionError for a version we do not read.
     """
     check_finished(path)
+    if path.is_dir():
+        check_regular(path)
     try:
         report = json.loads((path / REPORT).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: no {REPORT}; expected a folder made by `trilobite compress`"
         ) from None
-    except ValueError as e:
+    except OSError as e:
+        raise CheckpointError(f"{path / REPORT}: cannot be read ({e.strerror}); copy the file again") from e
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path / REPORT}: not valid JSON ({e}); copy the file again") from e
     if not isinstance(report, dict):
         raise CheckpointError(f"{path / REPORT}: not a JSON object; copy the file again")

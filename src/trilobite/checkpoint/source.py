@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite.checkpoint.files import check_regular
 from trilobite.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -198,6 +199,7 @@ def open_source(path_or_id: str, *, revision: str | None = None) -> Source:
         path = _download(path_or_id, revision)
     elif revision is not None:
         raise CheckpointError(f"{path}: a folder; --revision goes with a hub id: leave it out")
+    check_regular(path)
     config = _read_json(path / "config.json")
     tensors: dict[str, TensorInfo] = {}
     files: dict[Path, _File] = {}
@@ -306,6 +308,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_bytes())
     except FileNotFoundError as e:
         raise CheckpointError(f"{path}: missing; expected the folder of a Hugging Face checkpoint") from e
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read ({e.strerror}); copy it again") from e
     except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: not valid JSON ({_one_line(e)}); copy it again") from e
     if not isinstance(data, dict):

@@ -18,7 +18,11 @@ from trilobite.quantize.run.card import CARD, is_ours
 
 def notes_of(folder: Path) -> dict[str, str]:
     """The report and the model card of a packed checkpoint, by file name, as far as it has them."""
-    return {name: (folder / name).read_text() for name in (REPORT, CARD) if (folder / name).is_file()}
+    return {
+        name: (folder / name).read_bytes().decode(errors="replace")
+        for name in (REPORT, CARD)
+        if (folder / name).is_file()
+    }
 
 
 def save_packed(

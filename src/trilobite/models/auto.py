@@ -25,6 +25,8 @@ LAYERS = (
     "n_layers",
     "depth",
 )
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configurations call the number of experts of a layer."""
 
 
 def read_config(source: Source) -> PreTrainedConfig:
@@ -57,7 +59,18 @@ def read_config(source: Source) -> PreTrainedConfig:
             f"{path / 'config.json'}: dtype {raw.get('dtype', raw.get('torch_dtype'))!r}; expected bfloat16, float16 or "
             "float32: correct it, or copy it again"
         )
+    _refuse_absent_experts(path, config.get_text_config())
     return config
+
+
+def _refuse_absent_experts(path: Path, config: PreTrainedConfig) -> None:
+    """A token that uses more experts than there are fails when it is run."""
+    experts = next((n for key in EXPERTS if (n := getattr(config, key, None))), None)
+    active = getattr(config, "num_experts_per_tok", None)
+    if type(experts) is int and type(active) is int and not 0 < active <= experts:
+        raise CheckpointError(
+            f"{path / 'config.json'}: num_experts_per_tok {active} of {experts} experts; correct it, or copy it again"
+        )
 
 
 def _refuse_hub_kernels(path: Path, raw: Mapping[str, Any]) -> None:
@@ -92,7 +105,7 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a checkpoint's folder. Raises CheckpointError when there is none, or only as Python code."""
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except Exception as e:  # tokenizers, written in Rust, raises plain Exceptions
         if "custom code" in str(e):
             raise CheckpointError(
                 f"{path}: its tokenizer is Python code in the checkpoint (auto_map in tokenizer_config.json), which "

@@ -11,7 +11,7 @@ def quiet() -> Iterator[None]:
     """Keep transformers silent for a while."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)  # it logs tracebacks of what it raises anyway
     try:
         yield
     finally:

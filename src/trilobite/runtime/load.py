@@ -1,6 +1,5 @@
 """Load a checkpoint, packed or original, as a transformers model; packed weights stay in the mapped file."""
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from trilobite.checkpoint.layout import ALIGN
 from trilobite.checkpoint.packed import REPORT, check_finished, check_version, read_report
@@ -24,6 +22,7 @@ from trilobite.checkpoint.verify import check_intact
 from trilobite.errors import CheckpointError, DeviceError, OffloadError, TrilobiteError
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
+from trilobite.models.quiet import quiet
 from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier
@@ -123,7 +122,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
                 type(i) is int for i in (value if isinstance(value, list) else [value]) if value is not None
             ):
                 raise ValueError(f"{name} is {value!r}, expected integers")
-    except (OSError, ValueError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(
             f"{folder / 'generation_config.json'}: cannot be read: {e}; copy it again, or delete it"
         ) from e
@@ -136,7 +135,7 @@ def _from_tensors(
     """The model with its tensors in it, and what did not fit."""
     kind = model_class(config, source)
     try:
-        with _no_progress_bar():
+        with quiet():
             return kind.from_pretrained(  # type: ignore[no-any-return]
                 None,
                 config=config,
@@ -148,9 +147,12 @@ def _from_tensors(
             )
     except TrilobiteError:
         raise
-    except Exception:
+    except Exception as e:
         skeleton(config, source)  # says so where the configuration is to blame
-        raise
+        raise CheckpointError(
+            f"{source.path}: its tensors do not make the model that config.json asks for ({type(e).__name__}: "
+            f"{' '.join(str(e).split())[:200]}); copy the checkpoint again"
+        ) from e
 
 
 def _to_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
@@ -165,19 +167,6 @@ def _to_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
             f"{total / 1e9:.1f} GB; what would fit is a recipe with less than {total / needed:.0%} of these bytes "
             "(`trilobite plan` prints a recipe's), or device='cpu'"
         ) from e
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Views of mapped files take no time to load; a bar would only clutter the output."""
-    if not logging.is_progress_bar_enabled():  # then whoever saw to that shows what is to be shown
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
 
 
 def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
@@ -204,7 +193,9 @@ def map_tensors(source: Source) -> dict[str, Tensor]:
         for name in names:
             info = source.tensors[name]
             data = stretch[info.offset - first : info.offset - first + info.nbytes]
-            if data.data_ptr() % DTYPES[info.dtype].itemsize:
+            if (
+                not info.nbytes or data.data_ptr() % DTYPES[info.dtype].itemsize
+            ):  # torch wants aligned views, even of nothing
                 data = data.clone()
             tensors[name] = data.view(DTYPES[info.dtype]).view(info.shape)
     return {name: tensors[name] for name in source.tensors}
