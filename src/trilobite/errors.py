@@ -89,3 +89,8 @@ class ResourceError(TrilobiteError, RuntimeError):
 
 class MissingExtraError(TrilobiteError, ImportError):
     """An optional dependency is not installed."""
+
+
+def one_line(e: BaseException) -> str:
+    """What an error of others says, fit for a line of ours: 200 characters at most."""
+    return " ".join(str(e).split())[:200]

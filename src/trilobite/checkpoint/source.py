@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from trilobite.checkpoint.files import check_regular
-from trilobite.errors import CheckpointError
+from trilobite.checkpoint.hub import download
+from trilobite.errors import CheckpointError, one_line
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -196,7 +197,7 @@ def open_source(path_or_id: str, *, revision: str | None = None) -> Source:
     if path.is_file():
         raise CheckpointError(f"{path}: a file; expected the folder of a checkpoint: pass {path.parent}")
     if not path.is_dir():
-        path = _download(path_or_id, revision)
+        path = download(path_or_id, revision, COMPANIONS)
     elif revision is not None:
         raise CheckpointError(f"{path}: a folder; --revision goes with a hub id: leave it out")
     check_regular(path)
@@ -213,43 +214,6 @@ def open_source(path_or_id: str, *, revision: str | None = None) -> Source:
         tensors.update(of_shard)
     _check_index(path, tensors)
     return Source(path=path, config=config, tensors=tensors, files=files)
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo) or repo.startswith("."):
-        raise CheckpointError(f"{repo}: no such folder; expected a checkpoint's folder or a hub id")
-
-    # Imported here: a local folder needs neither the hub client nor its start-up time.
-    from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(COMPANIONS)), "README.md"]
-    try:
-        # Subfolders and `consolidated` hold the same weights again, in the layout of another program.
-        folder = snapshot_download(
-            repo, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"]
-        )
-    except hub.GatedRepoError as e:
-        raise CheckpointError(
-            f"{repo}: a gated model; accept its terms on huggingface.co/{repo} and run `hf auth login`"
-        ) from e
-    except hub.RevisionNotFoundError as e:
-        raise CheckpointError(f"{repo}: the hub has no revision {revision!r}; check --revision") from e
-    except (hub.RepositoryNotFoundError, hub.HFValidationError) as e:
-        raise CheckpointError(
-            f"{repo}: no such folder, and no such model on the hub (or a private one); check the name, "
-            "or run `hf auth login`"
-        ) from e
-    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as e:
-        raise CheckpointError(
-            f"{repo}: no such folder, not in the local cache, and the hub cannot be reached; check the path, "
-            "or connect (and unset HF_HUB_OFFLINE)"
-        ) from e
-    except (OSError, hub.HTTPError) as e:
-        raise CheckpointError(
-            f"{repo}: the download failed ({_one_line(e)}); run again to continue it"
-        ) from e
-    return Path(folder)
 
 
 def _tensor_files(path: Path) -> list[Path]:
@@ -311,7 +275,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read ({e.strerror}); copy it again") from e
     except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: not valid JSON ({_one_line(e)}); copy it again") from e
+        raise CheckpointError(f"{path}: not valid JSON ({one_line(e)}); copy it again") from e
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}; copy it again")
     return data
@@ -344,7 +308,7 @@ def _read_header(path: Path) -> tuple[_File, dict[str, TensorInfo]]:
     except (ValueError, RecursionError) as e:
         if isinstance(e, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: the header is garbage ({_one_line(e)}); copy it again") from e
+        raise CheckpointError(f"{path}: the header is garbage ({one_line(e)}); copy it again") from e
     _check_extent(path, stat.st_size, 8 + length, tensors)
     return _File(size=stat.st_size, mtime_ns=stat.st_mtime_ns, data_start=8 + length, rows=rows), tensors
 
@@ -403,7 +367,3 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{key!r} occurs twice")
         entries[key] = value
     return entries
-
-
-def _one_line(e: BaseException) -> str:
-    return " ".join(str(e).split())[:200]

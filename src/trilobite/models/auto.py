@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.checkpoint.source import Source
-from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.errors import ArchitectureError, CheckpointError, one_line
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LAYERS = (
@@ -50,9 +50,8 @@ def read_config(source: Source) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # what transformers' code makes of odd values has no common class
-        reason = " ".join(str(e).split())[:200]
         raise CheckpointError(
-            f"{path / 'config.json'}: no configuration of a {kind} ({reason}); correct it, or copy it again"
+            f"{path / 'config.json'}: no configuration of a {kind} ({one_line(e)}); correct it, or copy it again"
         ) from e
     if config.dtype not in (None, *FLOATS):
         raise CheckpointError(

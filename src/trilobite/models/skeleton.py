@@ -18,7 +18,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from trilobite.checkpoint.source import Source
-from trilobite.errors import ArchitectureError
+from trilobite.errors import ArchitectureError, one_line
 from trilobite.models.quiet import quiet
 
 MAPPINGS = (
@@ -81,10 +81,9 @@ def skeleton(config: PreTrainedConfig, source: Source) -> PreTrainedModel:
 
 def impossible(kind: type[PreTrainedModel], source: Source, e: Exception) -> ArchitectureError:
     """What to say when no model can be made of a configuration."""
-    reason = " ".join(str(e).split())[:200]
     return ArchitectureError(
-        f"{source.path / 'config.json'}: no {kind.__name__} can be made of it ({type(e).__name__}: {reason}); correct "
-        "it, or copy it again"
+        f"{source.path / 'config.json'}: no {kind.__name__} can be made of it ({type(e).__name__}: {one_line(e)}); "
+        "correct it, or copy it again"
     )
 
 

@@ -19,7 +19,7 @@ from trilobite.checkpoint.packed import REPORT, check_finished, check_version, r
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.checkpoint.unpack import UNPACKABLE, quantization_of
 from trilobite.checkpoint.verify import check_intact
-from trilobite.errors import CheckpointError, DeviceError, OffloadError, TrilobiteError
+from trilobite.errors import CheckpointError, DeviceError, OffloadError, TrilobiteError, one_line
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.quiet import quiet
@@ -151,7 +151,7 @@ def _from_tensors(
         skeleton(config, source)  # says so where the configuration is to blame
         raise CheckpointError(
             f"{source.path}: its tensors do not make the model that config.json asks for ({type(e).__name__}: "
-            f"{' '.join(str(e).split())[:200]}); copy the checkpoint again"
+            f"{one_line(e)}); copy the checkpoint again"
         ) from e
 
 
