@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,9 +114,9 @@ def report(process: "subprocess.Popen[bytes]", run: Run, log: Path) -> None:
             "-ex",
             "thread apply all bt 25",
         ]
-        print(
-            subprocess.run(command, capture_output=True, text=True, check=False, timeout=120).stdout[-12000:]
-        )
+        with suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+            print(done.stdout[-12000:])
     sys.stdout.flush()
 
 

@@ -35,6 +35,8 @@ WALL_SECONDS = 300
 """On a machine with much else to do."""
 MORE_MEMORY = 2 * 2**30
 SEED = 11
+TRACEBACK, OTHER_RESULT = 98, 97
+"""Statuses of a case's process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ class Fuzzer:
         before = set(os.listdir(place)) | {f"{kind}-out"}
         status = self._wait(self._start(kind, action, folder, output))
         text = output.read_bytes().decode(errors="replace")
-        failure = _failure(status, text)
+        failure = _failure(status, text, theirs=action in THEIRS)
         if not failure and (strange := set(os.listdir(place)) - before):
             failure = f"left {sorted(strange)}"
         shutil.rmtree(place)
@@ -188,14 +190,14 @@ class Fuzzer:
             print(f"error: {e}", file=sys.stderr)
             return 1
         except Exception as e:
-            if action in THEIRS and not isinstance(e, (MemoryError, RecursionError)):
+            if action in THEIRS and not isinstance(e, MemoryError):
                 print(f"error: {type(e).__name__}", file=sys.stderr)
                 return 1
             traceback.print_exc()
-            return 98
+            return TRACEBACK
         if found is not None and found != self.expected[kind][action]:
             print("another result than before, and all checksums hold")
-            return 97
+            return OTHER_RESULT
         return 0
 
     def _wait(self, child: int) -> int:
@@ -219,20 +221,18 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _failure(status: int, text: str) -> str:
+def _failure(status: int, text: str, *, theirs: bool) -> str:
+    """What is wrong with how a case ended. theirs: what transformers prints and raises is its own."""
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        return (
-            "hang" if number in (signal.SIGXCPU, signal.SIGKILL) else f"crash: {signal.Signals(number).name}"
-        )
+        number = signal.Signals(os.WTERMSIG(status))
+        return "hang" if number in (signal.SIGXCPU, signal.SIGKILL) else f"crash: {number.name}"
     code = os.WEXITSTATUS(status)
-    if "Traceback (most recent call last)" in text:
+    traceback = "Traceback (most recent call last)" in text
+    if code == TRACEBACK or (traceback and not theirs):
         return "traceback"
-    if code == 97:
+    if code == OTHER_RESULT:
         return "silently another result"
     if code not in (0, 1):
         return f"status {code}"
-    errors = [line for line in text.splitlines() if line.startswith("error: ")]
-    if code == 1 and len(errors) != 1:
-        return f"{len(errors)} lines of errors"
-    return ""
+    errors = sum(line.startswith("error: ") for line in text.splitlines())
+    return f"{errors} lines of errors" if code == 1 and errors != 1 else ""
