@@ -10,6 +10,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 # CPU machines of this project have this build of torch at hand; the package itself accepts a range.
 TORCH ?= torch==2.13.0
+# Of the tests, a file at a time each.
+PROCESSES ?= 2
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
@@ -34,7 +36,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
 
 sanitize: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/sanitize.sh 100

@@ -278,7 +278,10 @@ def test_a_conversation_in_a_terminal(screen: Terminal) -> None:
     assert prompt is not None
     assert int(prompt[1]) > len("uhello;a" + "uhello again;a")  # what was said before the stop is remembered
     screen.expect("> ")
-    screen.type("/sys\x03")  # at the prompt it drops the line
+    screen.type("/sys")
+    screen.expect("/sys")
+    time.sleep(1)
+    screen.type("\x03")  # at the prompt it drops the line
     screen.expect("Ctrl-D or /quit ends")
     screen.expect("> ")
     screen.type('"""\nfirst\n')

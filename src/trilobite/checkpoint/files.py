@@ -16,11 +16,11 @@ READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".safetensor
 
 
 def check_regular(folder: Path) -> None:
-    """Raise CheckpointError for what cannot be read to its end: a pipe, a device, a folder in the place of a file."""
+    """Raise CheckpointError for what nobody can read to its end: a pipe or a device in the place of a file."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in READ and not path.name.startswith(".") and path.exists() and not path.is_file():
-            kind = "folder" if path.is_dir() else "pipe or a device"
-            raise CheckpointError(f"{path}: a {kind}, expected a file; copy the checkpoint again")
+        odd = path.exists() and not path.is_file() and not path.is_dir()
+        if odd and path.suffix in READ and not path.name.startswith("."):
+            raise CheckpointError(f"{path}: a pipe or a device, expected a file; copy the checkpoint again")
 
 
 def write_at(handle: int, data: memoryview, offset: int) -> None:

@@ -10,7 +10,8 @@ from transformers.utils import logging
 def quiet() -> Iterator[None]:
     """Keep transformers silent for a while."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
+    if shown:  # else it would hide those of the hub again, which the command line shows
+        logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)  # it logs tracebacks of what it raises anyway
     try:
         yield
