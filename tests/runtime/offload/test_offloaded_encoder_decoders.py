@@ -65,7 +65,7 @@ def test_streaming_changes_no_bit(packed: Path, guesses: int, pool: bool) -> Non
     found = streaming(model)
     assert found is not None
     assert found.cache is not None
-    assert found.plan.count == 3 * 4
+    assert found.plan.experts.count == 3 * 4
     assert torch.equal(answers(model), answers(whole))
 
 
