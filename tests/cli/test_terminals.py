@@ -175,7 +175,8 @@ def test_pipes_get_neither_colours_nor_bars(
     assert "━" not in done.out + done.err
 
 
-def test_a_bar_fits_and_says_how_long() -> None:
+def test_a_bar_fits_and_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     with terminal_of(COLUMNS) as parts, Progress() as bars:
         for done in range(5):
             bars.show("compress", done, 4, f"{done}/4 tensors, 3.39 MB/4.75 MB, error 0.1146")
