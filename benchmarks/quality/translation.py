@@ -20,7 +20,9 @@ from benchmarks.lib.packed import bytes_on_disk, pack
 from benchmarks.lib.recipes import slug, with_bits
 from benchmarks.lib.script import add_model, add_output, add_page, add_work, parser, publish
 from benchmarks.lib.translating import TEST
-from trilobite.evaluate.translation import read_pairs, score_translations
+from trilobite.errors import EvaluationError
+from trilobite.evaluate.translation import score_translations
+from trilobite.models.pairs import read_parallel
 from trilobite.recipe import PRESETS, Recipe
 from trilobite.runtime.load import load, load_tokenizer
 from trilobite.runtime.translate.translator import Search, Translator
@@ -39,7 +41,9 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Scores of one model, for every number of beams."""
     model = load(str(path), dtype=torch.float32)
     tokenizer = load_tokenizer(str(path))
-    sources, references = (side[: options.limit] for side in read_pairs(*options.pairs))
+    source, reference = options.pairs
+    both = read_parallel(source, reference, EvaluationError)
+    sources, references = (side[: options.limit] for side in both)
     row: dict[str, Any] = {"bytes": bytes_on_disk(path)}
     for beams in options.beams:
         translator = Translator(model, tokenizer, search=Search(beams=beams))

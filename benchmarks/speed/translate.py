@@ -28,7 +28,8 @@ from benchmarks.lib.plain_translation import padded
 from benchmarks.lib.recipes import with_method
 from benchmarks.lib.script import add_output, add_page, add_work, parser, publish
 from benchmarks.lib.translating import TEST, counted, routed_like, spread_batches, write_nllb
-from trilobite.evaluate.translation import read_pairs
+from trilobite.errors import EvaluationError
+from trilobite.models.pairs import read_parallel
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import PRESETS
 from trilobite.runtime.load import load, load_tokenizer
@@ -57,7 +58,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.tokenizer = load_tokenizer(str(options.model))
-        sources, references = read_pairs(*options.pairs)
+        sources, references = read_parallel(options.pairs[0], options.pairs[1], EvaluationError)
         self.ids = self.tokenizer(sources).input_ids
         self.ends = [len(row) for row in self.tokenizer(references).input_ids]
         lengths = [len(row) for row in self.ids]

@@ -171,6 +171,14 @@ def test_pairs_are_read_encoded_and_shifted(tmp_path: Path) -> None:
     assert batch.labels.tolist() == [[3, 5, 2, -100], [3, 5, 5, 2]]
 
 
+def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
+    """What Unicode calls a line separator, and a form feed, stand inside of sentences."""
+    (tmp_path / "a").write_bytes("one\u2028still one\x0cand still\r\ntwo\n".encode())
+    (tmp_path / "b").write_text("eins\nzwei\n")
+    sides = read_pairs(tmp_path / "a", tmp_path / "b", EvaluationError)
+    assert sides == (["one\u2028still one\x0cand still", "two"], ["eins", "zwei"])
+
+
 def test_bad_pairs_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x\ny\n")
     (tmp_path / "b").write_text("x\n")
@@ -179,7 +187,7 @@ def test_bad_pairs_are_one_line(tmp_path: Path) -> None:
     for one, other, message in [
         ("a", "b", "2 lines, .* has 1"),
         ("a", "none", "cannot be read"),
-        ("c", "b", "not UTF-8 at byte 1"),
+        ("c", "b", "line 1: not UTF-8 at byte 2"),
         ("d", "b", "no pair of sentences"),
     ]:
         with pytest.raises(EvaluationError, match=message):

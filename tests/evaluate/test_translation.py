@@ -11,7 +11,8 @@ from trilobite import cli
 from trilobite.checkpoint.evaluation import read_evaluations
 from trilobite.errors import EvaluationError, MissingExtraError
 from trilobite.evaluate.forced import forced_score
-from trilobite.evaluate.translation import corpus_scores, read_pairs, score_forced, score_translations
+from trilobite.evaluate.translation import corpus_scores, score_forced, score_translations
+from trilobite.models.pairs import read_parallel
 from trilobite.runtime.translate.translator import Search, Translator
 
 SOURCES = ["a cat", "the dog", "", "two dogs run"]
@@ -55,13 +56,13 @@ def test_files_that_are_no_pair(tmp_path: Path) -> None:
     one.write_bytes(b"a\r\nb\r\n")
     two.write_bytes(b"a\n")
     bad.write_bytes(b"a\n\xff\n")
-    assert read_pairs(one, one) == (["a", "b"], ["a", "b"])
-    with pytest.raises(EvaluationError, match=r"one has 2 lines, .*two 1"):
-        read_pairs(one, two)
+    assert read_parallel(one, one, EvaluationError) == (["a", "b"], ["a", "b"])
+    with pytest.raises(EvaluationError, match=r"one has 2 lines, .*two has 1"):
+        read_parallel(one, two, EvaluationError)
     with pytest.raises(EvaluationError, match="bad: line 2: not UTF-8"):
-        read_pairs(one, bad)
+        read_parallel(one, bad, EvaluationError)
     with pytest.raises(EvaluationError, match="cannot be read"):
-        read_pairs(one, tmp_path / "none")
+        read_parallel(one, tmp_path / "none", EvaluationError)
 
 
 def run(

@@ -11,7 +11,7 @@ from trilobite.cli.memory import GpuMemoryOption, MemoryOption, load_within, pla
 from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, TargetTextOption, usable_device
 from trilobite.cli.run import ModelArgument
 from trilobite.cli.translate import BeamsOption, FromOption, ToOption
-from trilobite.errors import DestinationError
+from trilobite.errors import DestinationError, EvaluationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -176,10 +176,11 @@ def _print_found(found: dict[str, Any], json: bool) -> None:
 
 def _pairs(files: tuple[Path, Path], limit: int | None) -> tuple[list[str], list[str]]:
     """Sentences and references, as many as asked for; what is missing shows before a model is loaded."""
-    from trilobite.evaluate.translation import check_scorer, read_pairs
+    from trilobite.evaluate.translation import check_scorer
+    from trilobite.models.pairs import read_parallel
 
     check_scorer()
-    sources, references = read_pairs(*files)
+    sources, references = read_parallel(*files, EvaluationError)
     return sources[:limit], references[:limit]
 
 

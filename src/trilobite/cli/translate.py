@@ -134,7 +134,7 @@ def translate(
 
 def _read(output: Path | None) -> list[str]:
     """The lines of standard input. Raises PromptError for bytes that are no text."""
-    from trilobite.runtime.translate.lines import read_lines
+    from trilobite.models.lines import read_lines
 
     if output is not None and output.exists() and os.path.samestat(os.fstat(0), output.stat()):
         raise DestinationError(f"{output}: is the input itself; choose another file")

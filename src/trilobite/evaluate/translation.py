@@ -1,20 +1,18 @@
 """BLEU and chrF of translations, as sacrebleu counts them.
 
-score_translations(translator, *read_pairs(Path("src.en"), Path("ref.de"))).bleu
+score_translations(translator, *read_parallel(Path("src.en"), Path("ref.de"), EvaluationError)).bleu
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from trilobite.errors import EvaluationError, MissingExtraError, PromptError
+from trilobite.errors import MissingExtraError
 from trilobite.evaluate.forced import ForcedScore, forced_score
 from trilobite.models.pairs import encode_pairs
-from trilobite.runtime.translate.lines import read_lines
 from trilobite.runtime.translate.translator import Translator
 
 
@@ -31,25 +29,6 @@ class TranslationScore:
     sentences: int
     tokens: int
     seconds: float
-
-
-def read_pairs(source: Path, target: Path) -> tuple[list[str], list[str]]:
-    """Sentences and their references. Raises EvaluationError for files that are no pair."""
-    sides = []
-    for path in (source, target):
-        try:
-            sides.append(read_lines(path.read_bytes()))
-        except OSError as e:
-            raise EvaluationError(f"{path}: cannot be read ({e.strerror}); give a UTF-8 text file") from e
-        except PromptError as e:
-            raise EvaluationError(f"{path}: {e}") from e
-    sources, targets = sides
-    if not sources or len(sources) != len(targets):
-        raise EvaluationError(
-            f"{source} has {len(sources)} lines, {target} {len(targets)}: line n of one is the translation of line n of "
-            "the other, and there is at least one"
-        )
-    return sources, targets
 
 
 def score_translations(

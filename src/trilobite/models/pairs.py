@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from trilobite.errors import TrilobiteError
+from trilobite.errors import PromptError, TrilobiteError
+from trilobite.models.lines import read_lines
 
 Pair = tuple[list[int], list[int]]
 """Token ids of a sentence and of its translation, end tokens included."""
@@ -40,21 +41,29 @@ class Forced:
         }
 
 
-def read_pairs(source: Path, target: Path, error: type[TrilobiteError]) -> tuple[list[str], list[str]]:
-    """Two files whose lines belong together, without the pairs of which one is blank. Raises `error`."""
+def read_parallel(source: Path, target: Path, error: type[TrilobiteError]) -> tuple[list[str], list[str]]:
+    """Two files of which line n of one is the translation of line n of the other. Raises `error`."""
     sides = []
     for path in (source, target):
         try:
-            sides.append(path.read_bytes().decode().splitlines())
+            sides.append(read_lines(path.read_bytes()))
         except OSError as e:
             raise error(f"{path}: cannot be read ({e.strerror}); give a UTF-8 file, a sentence a line") from e
-        except UnicodeDecodeError as e:
-            raise error(f"{path}: not UTF-8 at byte {e.start}; convert it with iconv") from e
-    if len(sides[0]) != len(sides[1]):
+        except PromptError as e:
+            raise error(f"{path}: {e}") from e
+    sources, targets = sides
+    if not sources or len(sources) != len(targets):
         raise error(
-            f"{source} has {len(sides[0])} lines, {target} has {len(sides[1])}; expected a translation a line"
+            f"{source} has {len(sources)} lines, {target} has {len(targets)}; expected a translation a line, and one at "
+            "the least"
         )
-    pairs = [(a, b) for a, b in zip(*sides, strict=True) if a.strip() and b.strip()]
+    return sources, targets
+
+
+def read_pairs(source: Path, target: Path, error: type[TrilobiteError]) -> tuple[list[str], list[str]]:
+    """The same without the pairs of which one is blank, of which nothing is to be learnt. Raises `error`."""
+    both = zip(*read_parallel(source, target, error), strict=True)
+    pairs = [(a, b) for a, b in both if a.strip() and b.strip()]
     if not pairs:
         raise error(f"{source}, {target}: hold no pair of sentences; give two files, a sentence a line")
     return [a for a, _ in pairs], [b for _, b in pairs]
