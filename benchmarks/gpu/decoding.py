@@ -66,7 +66,7 @@ def expert_bytes(model: nn.Module) -> float:
     return _pack_bytes(model, PackedExperts)
 
 
-def _pack_bytes(model: nn.Module, kind: type[PackedModule]) -> float:
+def _pack_bytes(model: nn.Module, kind: type) -> float:
     """Bytes in the GPU layout of modules of a kind."""
     residences = [m.residence for m in model.modules() if isinstance(m, kind)]
     return float(sum(r.pack.slab.nbytes for r in residences if isinstance(r, OnGpu)))

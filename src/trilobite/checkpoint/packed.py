@@ -259,9 +259,10 @@ def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
         begun = _read_identity(dst, record)
         differs = [key for key in identity if begun.get(key) != identity[key]]
         if differs:
+            verb = "differ" if differs[1:] else "differs"
             raise DestinationError(
-                f"{dst}: holds an unfinished run whose {' and '.join(differs)} differ; delete it to begin afresh, "
-                "or choose another destination"
+                f"{dst}: holds an unfinished run whose {' and '.join(differs)} {verb}; delete it to begin afresh, or "
+                "choose another destination"
             )
         return
     write_whole(record, as_json(identity))

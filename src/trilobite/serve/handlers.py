@@ -5,7 +5,8 @@ piece is folded from the stream, so that both say the same.
 """
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -76,7 +77,7 @@ class OneBatch(GenerationState):  # type: ignore[misc]
         return self._cb_manager  # type: ignore[no-any-return]
 
 
-class Checked(BaseHandler):  # type: ignore[misc]
+class Checked(BaseHandler, ABC):  # type: ignore[misc]
     """What our three handlers share; comes before transformers' own among their bases."""
 
     model_manager: OneModel
@@ -142,9 +143,26 @@ class Checked(BaseHandler):  # type: ignore[misc]
             raise HTTPException(503, answer["error"])
         return JSONResponse(answer)
 
+    @abstractmethod
     def fold(self, chunks: Sequence[Chunk]) -> Chunk:
         """The chunks of a stream as one answer."""
-        raise NotImplementedError
+
+
+class Choices(Checked):
+    """What chats and completions share: chunks with log probabilities.
+
+    piece: the argument of transformers' method that holds a chunk's text    logprobs: its form
+    """
+
+    piece: str
+    logprobs: Callable[[Any, Any], Any]
+
+    def _build_chunk_sse(self, *args: Any, **kwargs: Any) -> str:
+        line = super()._build_chunk_sse(*args, **kwargs)
+        tokenizer = self.model_manager.prompter.inner
+        return _amended(
+            line, kwargs.get(self.piece), lambda c: self.logprobs(tokenizer, c), kwargs.get("finish_reason")
+        )
 
 
 async def _closed(lines: Any, done: str) -> AsyncIterator[str]:
@@ -175,46 +193,34 @@ def _amended(line: str, content: object, entries: Any, finish_reason: str | None
     return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 
 
-class Chat(Checked, ChatCompletionHandler):  # type: ignore[misc]
+class Chat(Choices, ChatCompletionHandler):  # type: ignore[misc]
     """/v1/chat/completions."""
 
     fields = bodies.CHAT
-    kind = "chatcmpl"
+    kind, piece = "chatcmpl", "content"
+    logprobs = staticmethod(chat_logprobs)
 
     def _validate_request(self, body: Chunk) -> None:
         super()._validate_request(body)
         body.setdefault("messages", None)
         body["chat_template_kwargs"] = body.get("chat_template_kwargs") or {}
 
-    def _build_chunk_sse(self, *args: Any, **kwargs: Any) -> str:
-        line = super()._build_chunk_sse(*args, **kwargs)
-        tokenizer = self.model_manager.prompter.inner
-        return _amended(
-            line, kwargs.get("content"), lambda c: chat_logprobs(tokenizer, c), kwargs.get("finish_reason")
-        )
-
     def fold(self, chunks: Sequence[Chunk]) -> Chunk:
         """One message."""
         return fold_chat(chunks)
 
 
-class Completion(Checked, CompletionHandler):  # type: ignore[misc]
+class Completion(Choices, CompletionHandler):  # type: ignore[misc]
     """/v1/completions."""
 
     fields = bodies.COMPLETION
-    kind = "cmpl"
+    kind, piece = "cmpl", "text"
+    logprobs = staticmethod(completion_logprobs)
 
     def _validate_request(self, body: Chunk) -> None:
         super()._validate_request(body)
         body["prompt"] = bodies.check_prompt(body.get("prompt"))
         body.pop("suffix", None)
-
-    def _build_chunk_sse(self, *args: Any, **kwargs: Any) -> str:
-        line = super()._build_chunk_sse(*args, **kwargs)
-        tokenizer = self.model_manager.prompter.inner
-        return _amended(
-            line, kwargs.get("text"), lambda c: completion_logprobs(tokenizer, c), kwargs.get("finish_reason")
-        )
 
     def fold(self, chunks: Sequence[Chunk]) -> Chunk:
         """One text."""

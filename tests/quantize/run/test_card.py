@@ -56,7 +56,7 @@ def test_the_front_matter(packed: Path) -> None:
 
 
 def test_the_base_model_is_a_hub_id() -> None:
-    cached = Path("/home/me/hub/models--mistralai--Mixtral-8x7B-v0.1/snapshots/0123abc")
+    cached = Path("/hub/models--mistralai--Mixtral-8x7B-v0.1/snapshots/0123abc")
     assert source_name(str(cached), cached) == "mistralai/Mixtral-8x7B-v0.1"
     assert source_name("a/b", Path("/elsewhere")) == "a/b"
 

@@ -127,15 +127,21 @@ def compress(
             tuned=TunedStore(writer.work, writer.note),
         )
         fresh = _pack(work, calibrator)
-        config = packed_config(source, recipe.name)
-        companions = {path.name: path.read_bytes() for path in source.companions()}
-        files = {"config.json": as_json(config), **companions}
-        report = packed_report(source, src, plan, identity, writer.done, work.tuned.records, files)
-        notes = {REPORT: report, TIMES: times_json(writer.done)}
-        if is_ours(dst / CARD):
-            notes[CARD] = model_card(json.loads(report), config)
-        writer.finish(config=config, notes=notes, companions=companions)
+        _finish(work, src, identity)
     return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=fresh)
+
+
+def _finish(work: Work, src: str, identity: Mapping[str, Any]) -> None:
+    """All tensors are written: add what stands beside them."""
+    source, writer = work.source, work.writer
+    config = packed_config(source, work.plan.recipe.name)
+    companions = {path.name: path.read_bytes() for path in source.companions()}
+    files = {"config.json": as_json(config), **companions}
+    report = packed_report(source, src, work.plan, identity, writer.done, work.tuned.records, files)
+    notes = {REPORT: report, TIMES: times_json(writer.done)}
+    if is_ours(writer.dst / CARD):
+        notes[CARD] = model_card(json.loads(report), config)
+    writer.finish(config=config, notes=notes, companions=companions)
 
 
 def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> "Calibrator | None":

@@ -111,7 +111,7 @@ class OnGpu(Residence[M]):
         )
 
 
-class PackedModule(nn.Module):
+class PackedModule(nn.Module, ABC):
     """A module of packed matrices that live in a residence; None: they have arrived in the buffers, and wait.
 
     On a GPU `settle` repacks them; `state_dict`, and moving back to the CPU, restore them bit for bit.
@@ -126,17 +126,17 @@ class PackedModule(nn.Module):
         if self.residence is not None:
             self.residence.binding = None
 
+    @abstractmethod
     def matrices(self) -> Sequence[Sequence[PackedMatrix | None]]:
         """Those whose buffers hold the weights as stored."""
-        raise NotImplementedError
 
+    @abstractmethod
     def as_stored(self) -> Residence[Any]:
         """The residence of weights that stay in the buffers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_gpu(self, pack: Pack, restorable: bool) -> Residence[Any]:
         """The residence of weights that were repacked."""
-        raise NotImplementedError
 
     def settle(self) -> Residence[Any]:
         """Repack weights that have arrived on a GPU whose kernels compute their formats; let others lie."""

@@ -4,6 +4,7 @@ A key is (layer, expert). Time is counted in calls of MoE layers, as in the toke
 """
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 Key = tuple[int, int]
@@ -26,11 +27,11 @@ class Policy:
         return next((key for key in resident if key not in keep), None)
 
 
-class _Ranked(Policy):
+class _Ranked(Policy, ABC):
     """Evicts the key of the lowest rank; of equals, the longest unused."""
 
-    def rank(self, key: Key, now: int) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def rank(self, key: Key, now: int) -> float: ...
 
     def victim(self, resident: Iterable[Key], keep: Collection[Key], now: int) -> Key | None:
         """The resident key of the lowest rank that is none of `keep`."""
