@@ -7,8 +7,8 @@
 Only the experts run, routed as a trained model routed its text; guesses are those of the trace (`norm+1`). Every variant
 is a process of its own in a memory control group (version 1, needs root), with the page cache of the file dropped, whose
 limit is a share of the expert bytes; what the program held before is not charged to it. The bound next to each speed is
-max(computing alone, bytes missed / bandwidth of the disk), which the same process measures; what was guessed in time
-counts as missed, what was read for nothing does not. Figures stay in --results, so that a run can be cut by --shares and
+max(computing alone, bytes missed / bandwidth of the disk), which the same process measures in turns with the tokens;
+what was guessed in time counts as missed, what was read for nothing does not. Figures stay in --results, so that a run can be cut by --shares and
 --variants.
 
 `--llama LLAMA_BENCH --gguf FILE` (of benchmarks.lib.gguf) puts llama.cpp beside it, under the limit of the same share of
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,12 @@ SLOTLESS = ("no cache", "neither", "whole layers")
 """Variants that no memory makes faster; measured at the first share alone."""
 ALL_IN_SLOTS = "all in slots"
 STAGING = 2
+ROUNDS = 3
+"""Of computing alone and with all experts in slots, in turns; the best of each counts."""
 WARM = 8
-"""Tokens before the clock starts."""
+"""Tokens before the clock starts, and from one probe of the disk to the next."""
+PROBED = 6
+"""Experts that a probe reads."""
 MARGIN = 96 * 2**20
 """Of the control group's limit: pages of libraries, the kernel's own."""
 LLAMA_MARGIN = 384 * 2**20
@@ -104,6 +109,16 @@ def limited(nbytes: int) -> Iterator[None]:
             group.rmdir()
 
 
+def start_equal(files: list[Path]) -> None:
+    """Read the files once, then drop them from the page cache: a disk knows them, whichever variant comes next."""
+    buffer = bytearray(2**23)
+    for file in files:
+        with file.open("rb", buffering=0) as f:
+            while f.readinto(buffer):
+                pass
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def drop_cache(files: list[Path]) -> None:
     for file in files:
         with file.open("rb") as f:
@@ -120,6 +135,32 @@ def uniform(like: np.ndarray) -> np.ndarray:
     """[L, T, A]: distinct experts, each as likely as any other."""
     order = np.random.default_rng(0).random((*like.shape[:2], int(like.max()) + 1)).argsort(-1)
     return order[..., : like.shape[2]].astype(like.dtype)
+
+
+class DiskProbe:
+    """Reads whole experts, whichever come next, with the threads and requests of the reader."""
+
+    def __init__(self, model: str) -> None:
+        found = streaming(load(model, memory=Offload(memory=2**50, slots=2, pool=True)))
+        assert found is not None
+        assert found.cache is not None
+        store = found.cache.store
+        assert isinstance(store, FileStore)
+        self._stretches = cycle(s for row in store.stretches for s in row)
+        self._reader = Reader({f: e.size for f, e in open_source(model).files.items()})
+        self._arena = Arena(PROBED, store.slot_bytes)
+        self.nbytes, self.seconds = 0, 0.0
+        self()
+        self.nbytes, self.seconds = 0, 0.0  # that was when the memory was made
+
+    def __call__(self) -> None:
+        stretches = list(islice(self._stretches, PROBED))
+        started = time.perf_counter()
+        reads = [self._reader.read(s, self._arena.view(i), urgent=True) for i, s in enumerate(stretches)]
+        for read in reads:
+            read.wait()
+        self.seconds += time.perf_counter() - started
+        self.nbytes += sum(s.nbytes for s in stretches)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +194,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for module in experts:
         if isinstance(module.residence, ExpertsInSlots):
             cache, module.residence.guesser = module.residence.cache, guesser  # type: ignore[assignment]
-    drop_cache(files)
+    start_equal(files)
+    probe = DiskProbe(options.model)
     x = torch.randn(1, experts[0].hidden_size, dtype=torch.bfloat16)
 
     def token(t: int) -> None:
@@ -170,21 +212,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with torch.inference_mode(), limited(limit):
         for t in range(options.tokens if whole else WARM):  # a resident model has been read once
             token(t)
-        before, seconds, read = cache.counters if cache else None, [], read_bytes()
+        before, seconds, read = cache.counters if cache else None, [], 0
         for t in range(WARM, options.tokens):
-            started = time.perf_counter()
+            if not whole and t % WARM == 0:
+                probe()
+            at, started = read_bytes(), time.perf_counter()
             token(t)
             seconds.append(time.perf_counter() - started)
+            read += read_bytes() - at
     counts = cache.counters - before if cache and before else None
     return {
         "seconds": sum(seconds) / len(seconds),
         "median": statistics.median(seconds),
-        "bytes": (read_bytes() - read) / len(seconds),
+        "bytes": read / len(seconds),
         "hit_ratio": counts.hit_ratio if counts else None,
         "missed": counts.misses * nbytes / (layers * each) / len(seconds) if counts else None,
         "stall": counts.stalled / len(seconds) if counts else None,
         "used": counts.used / counts.guesses if counts and counts.guesses else None,
-        "disk": disk_bandwidth(Path(options.model)),
+        "disk": probe.nbytes / probe.seconds if probe.seconds else None,
     }
 
 
@@ -194,30 +239,11 @@ def measure_llama(options: argparse.Namespace) -> dict[str, Any]:
     experts = expert_bytes(options.layers)
     limit = int(options.share / 100 * experts) + path.stat().st_size - experts + LLAMA_MARGIN
     command = [options.llama, "-m", str(path), "-t", "2", "-p", "0", "-n", str(options.tokens), "-r", "1"]
-    drop_cache([path])
+    start_equal([path])
     with limited(limit):
         made = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=True)
     seconds = 1 / json.loads(made.stdout)[0]["avg_ts"]
     return {"seconds": seconds, "median": seconds} | dict.fromkeys(("bytes", "hit_ratio", "missed", "stall"))
-
-
-def disk_bandwidth(model: Path) -> float:
-    """Bytes per second at which the reader's threads read whole experts, page cache dropped."""
-    found = streaming(load(str(model), memory=Offload(memory=2**50, slots=2, pool=True)))
-    assert found is not None
-    assert found.cache is not None
-    store = found.cache.store
-    assert isinstance(store, FileStore)
-    everything = [s for row in store.stretches for s in row]
-    stretches = everything[:: max(1, len(everything) // 8)]  # the disk is not equally fast everywhere
-    sizes = {f: e.size for f, e in open_source(str(model)).files.items()}
-    reader, arena = Reader(sizes), Arena(len(stretches), store.slot_bytes)
-    drop_cache(store.files())
-    started = time.perf_counter()
-    reads = [reader.read(s, arena.view(i), urgent=True) for i, s in enumerate(stretches)]
-    for read in reads:
-        read.wait()
-    return sum(s.nbytes for s in stretches) / (time.perf_counter() - started)
 
 
 def run(options: argparse.Namespace, variant: str, share: int) -> dict[str, Any]:
@@ -239,8 +265,8 @@ def run(options: argparse.Namespace, variant: str, share: int) -> dict[str, Any]
 def measure_all(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Add to the results what was asked for; computing alone is measured every time, the last one stays."""
     chosen = [v for v in options.variants if v != "llama" or (options.llama and options.gguf)]
-    results["alone"] = run(options, "resident", 100)["seconds"]
-    results[ALL_IN_SLOTS] = run(options, ALL_IN_SLOTS, 100)["seconds"]
+    pairs = [[run(options, v, 100)["median"] for v in ("resident", ALL_IN_SLOTS)] for _ in range(ROUNDS)]
+    results["alone"], results[ALL_IN_SLOTS] = map(min, zip(*pairs, strict=True))
     for share in options.shares:
         for variant in chosen:
             if variant in SLOTLESS and share != options.shares[0]:
@@ -294,7 +320,7 @@ def report(results: dict[str, Any]) -> str:
     )
     return (
         f"Computing alone {1 / results['alone']:.1f} tokens/s; with all experts in slots of a cache {cost:+.1%} time. "
-        "MB and stall are per token, GB/s is the disk at the reader's requests, right after the run.\n\n"
+        f"MB and stall are per token, GB/s is the disk at the reader's requests, every {WARM} tokens.\n\n"
         f"{markdown(header, lines)}"
     )
 

@@ -76,12 +76,7 @@ class ExpertsInSlots(Residence[PackedExperts]):
             if not self.cache.holds(self.layer, len(needed)):
                 return self._run_in_groups(module, call, needed, *inputs)
             if self.host is None or not (here := self._share(self.host, needed, flat)):
-                groups = self._groups(call, needed)
-                if len(groups) > 1:
-                    return self._run_as_they_come(module, call, groups, *inputs)
-                self.cache.ensure(self.layer, needed)
-                self._look_ahead()
-                return call(x, index, weights)
+                return self._run_as_they_come(module, call, needed, *inputs)
             return self._run_shared(module, call, (needed, here), *inputs)
 
     def _groups(self, call: Call, needed: list[int]) -> list[list[int]]:
@@ -89,19 +84,22 @@ class ExpertsInSlots(Residence[PackedExperts]):
         return [needed]
 
     def _run_as_they_come(
-        self, module: PackedExperts, call: Call, groups: list[list[int]], *inputs: Tensor
+        self, module: PackedExperts, call: Call, needed: list[int], *inputs: Tensor
     ) -> Tensor:
         """Compute what is there while the rest is read: experts are added up in the order of one call."""
-        parts, later = call.parts(*inputs), [e for group in groups[1:] for e in group]
-        self.cache.ensure(self.layer, [*groups[0], *later], later=later)
+        groups = self._groups(call, needed)
+        self.cache.ensure(self.layer, needed, later=needed)
         try:
+            self._look_ahead()  # guesses queue up behind what is missing: no thread idles while its last piece comes
+            if len(groups) == 1:
+                self.cache.wait(self.layer, needed)
+                return call(*inputs)
+            parts = call.parts(*inputs)
             for group in groups:
                 self.cache.wait(self.layer, group)
-                if group is groups[-1]:
-                    self._look_ahead()
                 parts.add(only(inputs[1], group, module.num_experts))
         except BaseException:
-            self.cache.abandon(self.layer, later)
+            self.cache.abandon(self.layer, needed)
             raise
         return parts.result()
 
@@ -123,10 +121,10 @@ class ExpertsInSlots(Residence[PackedExperts]):
         mine = only(index, here, module.num_experts)
 
         def meanwhile() -> None:
+            self._look_ahead()
             made.append(host.compute(self.layer, x, mine, weights))
 
         self.cache.ensure(self.layer, needed, later=here, meanwhile=meanwhile)
-        self._look_ahead()
         parts = call.parts(x, index, weights)
         if len(here) < len(needed):
             parts.add(only(index, [e for e in needed if e not in here], module.num_experts))
