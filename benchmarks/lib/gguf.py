@@ -1,33 +1,72 @@
-"""A random file for llama.cpp with the shapes of `synthetic.write_mixtral`: Q3_K, 3.44 bits a weight.
+"""Random files for llama.cpp with the shapes of `synthetic.write_mixtral` and `whole_models`: Q3_K, 3.44 bits a weight.
 
 pip install gguf
 python -m benchmarks.lib.gguf FILE --layers 6
+python -m benchmarks.lib.gguf FILE --shape deepseek --layers 4
 """
 
 import argparse
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-HIDDEN, INTERMEDIATE, EXPERTS, ACTIVE, VOCABULARY = 4096, 14336, 8, 2, 32000
+VOCABULARY = 32000
 VALUES, BYTES = 256, 110
 """Of a block of Q3_K: 32 bytes of high bits, 64 of low bits, 12 of scales, a scale of all in fp16."""
+SMALL_VALUES, SMALL_BYTES = 32, 18
+"""Of a block of IQ4_NL, which llama.cpp takes where rows are no multiple of 256: a scale in fp16, 16 bytes of codes."""
 STEP = np.float16(5e-4)
 """That makes weights of a standard deviation near 0.02."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """architecture: llama.cpp's    shared: experts that all tokens use    keys: heads of keys and values."""
+
+    architecture: str
+    hidden: int
+    intermediate: int
+    experts: int
+    active: int
+    heads: int
+    keys: int
+    shared: int = 0
+
+
+SHAPES = {
+    "mixtral": Shape(
+        architecture="llama", hidden=4096, intermediate=14336, experts=8, active=2, heads=32, keys=8
+    ),
+    "deepseek": Shape(
+        architecture="deepseek",
+        hidden=2048,
+        intermediate=1408,
+        experts=64,
+        active=6,
+        heads=16,
+        keys=16,
+        shared=2,
+    ),
+}
+
+
 def expert_bytes(layers: int) -> int:
-    """Of all experts of a file."""
-    return layers * EXPERTS * 3 * HIDDEN * INTERMEDIATE // VALUES * BYTES
+    """Of all experts of a file of Mixtral's shape."""
+    s = SHAPES["mixtral"]
+    return layers * s.experts * 3 * s.hidden * s.intermediate // VALUES * BYTES
 
 
 def blocks(*shape: int) -> np.ndarray:
     """A random tensor [.., K] as rows of blocks [.., bytes] uint8."""
+    values, nbytes = (VALUES, BYTES) if shape[-1] % VALUES == 0 else (SMALL_VALUES, SMALL_BYTES)
     data = np.random.default_rng(1).integers(
-        0, 256, (*shape[:-1], shape[-1] // VALUES, BYTES), dtype=np.uint8
+        0, 256, (*shape[:-1], shape[-1] // values, nbytes), dtype=np.uint8
     )
-    data[..., -2:] = np.frombuffer(STEP.tobytes(), np.uint8)
+    at = slice(-2, None) if nbytes == BYTES else slice(0, 2)
+    data[..., at] = np.frombuffer(STEP.tobytes(), np.uint8)
     return data.reshape(*shape[:-1], -1)
 
 
@@ -41,48 +80,59 @@ def tokens() -> tuple[list[bytes], list[int]]:
     return found, [2, 3, 3, *[6] * 256, *[1] * count]
 
 
-def write(path: Path, layers: int) -> None:
+def layer(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The quantized tensors of a layer, with their shapes."""
+    width = s.hidden // s.heads * s.keys
+    yield from (("attn_q", (s.hidden, s.hidden)), ("attn_output", (s.hidden, s.hidden)))
+    yield from ((f"attn_{name}", (width, s.hidden)) for name in "kv")
+    kinds = {"exps": ((s.experts,), s.intermediate)}
+    if s.shared:
+        kinds["shexp"] = ((), s.shared * s.intermediate)
+    for kind, (stack, rows) in kinds.items():
+        yield from ((f"ffn_{name}_{kind}", (*stack, rows, s.hidden)) for name in ("gate", "up"))
+        yield f"ffn_down_{kind}", (*stack, s.hidden, rows)
+
+
+def write(path: Path, s: Shape, layers: int) -> None:
     """Write the file; all layers and experts have the same bytes."""
     import gguf
 
-    kind = gguf.GGMLQuantizationType.Q3_K
-    writer = gguf.GGUFWriter(path, "llama")
+    kinds = gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(path, s.architecture)
     writer.add_context_length(4096)
-    writer.add_embedding_length(HIDDEN)
+    writer.add_embedding_length(s.hidden)
     writer.add_block_count(layers)
-    writer.add_feed_forward_length(INTERMEDIATE)
-    writer.add_head_count(32)
-    writer.add_head_count_kv(8)
+    writer.add_feed_forward_length(s.intermediate)
+    writer.add_head_count(s.heads)
+    writer.add_head_count_kv(s.keys)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(128)
-    writer.add_expert_count(EXPERTS)
-    writer.add_expert_used_count(ACTIVE)
+    writer.add_rope_dimension_count(s.hidden // s.heads)
+    writer.add_expert_count(s.experts)
+    writer.add_expert_used_count(s.active)
+    if s.shared:
+        writer.add_expert_shared_count(s.shared)
+        writer.add_expert_feed_forward_length(s.intermediate)
+        writer.add_expert_weights_scale(1.0)
+        writer.add_leading_dense_block_count(0)
     writer.add_vocab_size(VOCABULARY)
     words, types = tokens()
     writer.add_tokenizer_model("llama")
     writer.add_token_list(words)
     writer.add_token_scores([-float(i) for i in range(VOCABULARY)])
     writer.add_token_types(types)
-    one = np.ones(HIDDEN, np.float32)
-    wide, tall = blocks(EXPERTS, INTERMEDIATE, HIDDEN), blocks(EXPERTS, HIDDEN, INTERMEDIATE)
-    square, narrow, words_ = blocks(HIDDEN, HIDDEN), blocks(1024, HIDDEN), blocks(VOCABULARY, HIDDEN)
-    router = np.random.default_rng(2).standard_normal((EXPERTS, HIDDEN), np.float32) * 0.02
+    one = np.ones(s.hidden, np.float32)
+    words_ = blocks(VOCABULARY, s.hidden)
+    router = np.random.default_rng(2).standard_normal((s.experts, s.hidden), np.float32) * 0.02
     for name in ("token_embd", "output"):
-        writer.add_tensor(f"{name}.weight", words_, raw_dtype=kind)
+        writer.add_tensor(f"{name}.weight", words_, raw_dtype=kinds.Q3_K)
     writer.add_tensor("output_norm.weight", one)
+    quantized = [(name, shape, blocks(*shape)) for name, shape in layer(s)]
     for i in range(layers):
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{i}.{name}.weight", one)
         writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", np.roll(router, i, 1))
-        for name, data in (
-            ("attn_q", square),
-            ("attn_k", narrow),
-            ("attn_v", narrow),
-            ("attn_output", square),
-            ("ffn_gate_exps", wide),
-            ("ffn_up_exps", wide),
-            ("ffn_down_exps", tall),
-        ):
+        for name, shape, data in quantized:
+            kind = kinds.Q3_K if shape[-1] % VALUES == 0 else kinds.IQ4_NL
             writer.add_tensor(f"blk.{i}.{name}.weight", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -93,9 +143,10 @@ def write(path: Path, layers: int) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("file", type=Path)
+    options.add_argument("--shape", choices=list(SHAPES), default="mixtral")
     options.add_argument("--layers", type=int, default=6)
     chosen = options.parse_args()
-    write(chosen.file, chosen.layers)
+    write(chosen.file, SHAPES[chosen.shape], chosen.layers)
 
 
 if __name__ == "__main__":

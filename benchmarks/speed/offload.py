@@ -8,8 +8,9 @@ Only the experts run, routed as a trained model routed its text; guesses are tho
 is a process of its own in a memory control group (version 1, needs root), with the page cache of the file dropped, whose
 limit is a share of the expert bytes; what the program held before is not charged to it. The bound next to each speed is
 max(computing alone, bytes missed / bandwidth of the disk), which the same process measures in turns with the tokens;
-what was guessed in time counts as missed, what was read for nothing does not. Figures stay in --results, so that a run can be cut by --shares and
---variants.
+what was guessed in time counts as missed, what was read for nothing does not. Figures stay in --results, so that a run
+can be cut by --shares and --variants. Before each variant the file is read once, so that a disk with a cache of its own
+knows it equally well.
 
 `--llama LLAMA_BENCH --gguf FILE` (of benchmarks.lib.gguf) puts llama.cpp beside it, under the limit of the same share of
 its experts; its whole model runs, routed by random weights, so `uniform` is what compares with it.

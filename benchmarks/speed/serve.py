@@ -2,6 +2,8 @@
 
     python -m benchmarks.speed.serve --clients 1 4 8 16 --page docs/serving.md
 
+`--llama LLAMA_SERVER --gguf FILE FILE` puts llama.cpp's server beside it, with a file of `benchmarks.lib.gguf` for each
+model (same shapes, Q3_K), the same clients, slots and threads.
 Every client sends one prompt at the same moment and reads its answer as a stream; nobody's prompt is in the cache.
 `generate` runs the same prompts as one batch of transformers' `generate`, without HTTP. Tokens per second are those of
 all answers together, from the first request to the last token, so that reading the prompts counts. The ratio of a
@@ -12,10 +14,13 @@ import argparse
 import asyncio
 import json
 import random
+import socket
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +34,11 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_output, add_page, parser, publish
 from benchmarks.lib.whole_models import packed_models
-from tools.serving import Server, serving
+from tools.serving import serving
 from trilobite.runtime.load import load
 
 MARKER = "serving"
+WITH_USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 
 def write_tokenizer(folder: Path) -> int:
@@ -58,9 +64,12 @@ def text(ids: Sequence[int]) -> str:
     return " ".join(f"w{i}" for i in ids)
 
 
-async def _client(http: httpx.AsyncClient, ids: Sequence[int], tokens: int) -> tuple[float, int]:
+async def _client(
+    http: httpx.AsyncClient, ids: Sequence[int], tokens: int, *, words: bool
+) -> tuple[float, int]:
     """Seconds until the first token, tokens of the answer."""
-    body = {"prompt": text(ids), "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    body = {"max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    body |= {"prompt": text(ids)} if words else {"prompt": ids, "cache_prompt": False, **WITH_USAGE}
     started, first = time.perf_counter(), 0.0
     usage: dict[str, int] = {}
     async with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -73,11 +82,16 @@ async def _client(http: httpx.AsyncClient, ids: Sequence[int], tokens: int) -> t
     return first, int(usage["completion_tokens"])
 
 
-async def burst(server: Server, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
-    """Tokens per second of all clients together, and the median of seconds until their first tokens."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=600) as http:
+async def burst(
+    url: str, prompts: Sequence[Sequence[int]], tokens: int, *, words: bool = True
+) -> tuple[float, float]:
+    """Tokens per second of all clients together, and the median of seconds until their first tokens.
+
+    words: prompts go as text, not as numbers
+    """
+    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
         started = time.perf_counter()
-        found = await asyncio.gather(*(_client(http, p, tokens) for p in prompts))
+        found = await asyncio.gather(*(_client(http, p, tokens, words=words) for p in prompts))
         seconds = time.perf_counter() - started
     return sum(n for _, n in found) / seconds, statistics.median(first for first, _ in found)
 
@@ -89,14 +103,63 @@ def served(
     context = prompts.tokens + options.tokens
     slots, threads = max(options.clients), torch.get_num_threads()
     with serving(folder, "--slots", slots, "--context", context, threads=threads) as server:
-        asyncio.run(burst(server, prompts.draw(1), 4))
-        for clients in options.clients:
-            progress(f"{clients} clients")
-            runs = [
-                asyncio.run(burst(server, prompts.draw(clients), options.tokens))
-                for _ in range(options.repeat)
-            ]
-            yield clients, max(r[0] for r in runs), min(r[1] for r in runs)
+        yield from bursts(server.url, prompts, options, progress)
+
+
+def bursts(
+    url: str,
+    prompts: Prompts,
+    options: argparse.Namespace,
+    progress: Callable[[str], None],
+    *,
+    words: bool = True,
+) -> Iterator[tuple[int, float, float]]:
+    """Clients, tokens per second, seconds until the first token; of a server that runs."""
+    asyncio.run(burst(url, prompts.draw(1), 4, words=words))
+    for clients in options.clients:
+        progress(f"{clients} clients")
+        runs = [
+            asyncio.run(burst(url, prompts.draw(clients), options.tokens, words=words))
+            for _ in range(options.repeat)
+        ]
+        yield clients, max(r[0] for r in runs), min(r[1] for r in runs)
+
+
+def llama(
+    file: Path, prompts: Prompts, options: argparse.Namespace, progress: Callable[[str], None]
+) -> Iterator[tuple[int, float, float]]:
+    """The same for llama.cpp's server."""
+    slots, port = max(options.clients), free_port()
+    context = slots * (prompts.tokens + options.tokens + 8)
+    command = [options.llama, "-m", file, "-t", torch.get_num_threads(), "-c", context, "-np", slots]
+    command += ["--port", port, "--no-warmup", "--log-disable"]
+    process = subprocess.Popen(
+        [str(c) for c in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _healthy(url):
+            if process.poll() is not None:
+                raise SystemExit(f"{options.llama} ended with {process.returncode}")
+            time.sleep(0.2)
+        yield from bursts(url, prompts, options, lambda m: progress(f"llama-server, {m}"), words=False)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @torch.inference_mode()
@@ -127,37 +190,41 @@ def generated(
 
 
 def measure(
-    folder: Path, options: argparse.Namespace, progress: Callable[[str], None]
+    folder: Path, file: Path | None, options: argparse.Namespace, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """A row for each number of clients."""
+    """A row for each number of clients. file: for llama.cpp."""
     prompts = Prompts(write_tokenizer(folder), options.prompt)
     alone = {b: found for b, *found in generated(folder, prompts, options, progress)}
+    beside = {b: found for b, *found in llama(file, prompts, options, progress)} if file else {}
     rows = []
     for clients, speed, first in served(folder, prompts, options, progress):
         reference, reference_first = alone[clients]
         row = {"clients": clients, "tokens_per_second": speed, "first_token": first}
         row |= {"generate": reference, "generate_first_token": reference_first, "ratio": speed / reference}
+        if clients in beside:
+            row |= dict(zip(("llama", "llama_first_token"), beside[clients], strict=True))
         rows.append({name: round(value, 4) for name, value in row.items()})
     return rows
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
-    header = ("clients", "tokens/s", "first token", "`generate` tokens/s", "its first token", "ratio")
-    return table(
-        header,
-        [
-            (
-                str(r["clients"]),
-                f"{r['tokens_per_second']:.1f}",
-                f"{r['first_token']:.2f} s",
-                f"{r['generate']:.1f}",
-                f"{r['generate_first_token']:.2f} s",
-                f"{r['ratio']:.2f}",
-            )
-            for r in rows
-        ],
-    )
+    columns = {"tokens_per_second": "tokens/s", "first_token": "first token"}
+    columns |= {
+        "generate": "`generate` tokens/s",
+        "generate_first_token": "its first token",
+        "ratio": "ratio",
+    }
+    if "llama" in rows[0]:
+        columns |= {"llama": "llama-server tokens/s", "llama_first_token": "its first token"}
+
+    def cell(name: str, value: float) -> str:
+        if name.endswith("first_token"):
+            return f"{value:.2f} s"
+        return f"{value:.2f}" if name == "ratio" else f"{value:.1f}"
+
+    lines = [(str(r["clients"]), *(cell(name, r[name]) for name in columns)) for r in rows]
+    return table(("clients", *columns.values()), lines)
 
 
 def main() -> None:
@@ -172,10 +239,15 @@ def main() -> None:
     options.add_argument("--repeat", type=int, default=1)
     add_page(options, MARKER)
     add_output(options)
+    options.add_argument("--llama", help="llama.cpp's llama-server")
+    options.add_argument("--gguf", type=Path, nargs="+", default=[], help="a file of each model for it")
     args = options.parse_args()
     parts, found = [], {}
-    for title, folder in [(p.name, p) for p in args.packed] or packed_models():
-        found[title] = measure(folder, args, partial(print, f"{title}:", flush=True))
+    models = zip_longest(
+        [(p.name, p) for p in args.packed] or packed_models(), args.gguf if args.llama else []
+    )
+    for (title, folder), file in models:
+        found[title] = measure(folder, file, args, partial(print, f"{title}:", flush=True))
         parts.append(f"{title}:\n\n{report(found[title])}")
     publish("\n\n".join(parts), found, page=args.page, marker=MARKER, output=args.output)
 

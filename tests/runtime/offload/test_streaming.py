@@ -206,6 +206,20 @@ def test_right_guesses_enter_the_cache_and_wrong_ones_do_not(packed: Callable[[s
         assert there == sorted(cache.slots.resident(number))
 
 
+def test_guesses_begin_while_what_is_missing_still_comes(packed: Callable[[str, str], Path]) -> None:
+    """So that no thread idles between the last piece of a miss and the first of a guess."""
+    model, cache = streamed(packed("mixtral", "int3"), 3)
+    guess, early = cache.guess, list[bool]()
+
+    def watched(layer: int, experts: list[int]) -> None:
+        early.append(any(number < layer for number, _ in cache._coming))
+        guess(layer, experts)
+
+    cache.guess = watched  # type: ignore[method-assign,assignment]
+    answers(model, IDS)
+    assert any(early)
+
+
 def test_guesses_pass_through_the_norm_of_the_layer_they_are_for(tmp_path: Path) -> None:
     """Where attention and experts add nothing, guesses are right only with the later layer's own norm."""
     model = build_model("mixtral")
