@@ -4,7 +4,7 @@
     trilobite trace ../shared/models/tiny-mixtral --text FILE --samples 4 -o trace.npz
     python -m benchmarks.speed.offload_gpu PACKED trace.npz --copy 12 25 50 --shares 25 40 60 80
 
-Cache, queue of copies and threads are those of `--gpu-memory`, in real time; experts and guesses (`gate+1`) are those of
+Cache, queue of copies and threads are those of `--gpu-memory`, in real time; experts and guesses (`norm+1`) are those of
 a trained model. Two things are only waited for: the bus moves no bytes, and the GPU computes an expert in the time in
 which its memory is read once (`--device`, GB/s), so that this machine's memory bandwidth limits nothing. What the CPU
 engine computes of the misses, it computes. The bound next to each speed is max(computing alone, bytes
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.lib.script import add_output, add_page, parser, publish
 from benchmarks.speed.offload import TraceGuesser
-from trilobite.evaluate.trace import Trace, gate, load_trace
+from trilobite.evaluate.trace import Trace, load_trace, norm
 from trilobite.kernels import ops
 from trilobite.kernels.ops import BoundExperts
 from trilobite.runtime.load import load
@@ -132,7 +132,7 @@ class Machine:
         self.cache: ExpertCache = stream.cache
         self.modules = [experts_of(layer) for layer in moe_layers(model)]
         self.clock = Clock()
-        guesses = found.guesses[gate(1)] if variant in ("shared", "full", "no cache") else None
+        guesses = found.guesses[norm(1)] if variant in ("shared", "full", "no cache") else None
         self.guesser = TraceGuesser(guesses, len(self.modules))
         for module in self.modules:
             residence_of(module).guesser = self.guesser  # type: ignore[assignment]
