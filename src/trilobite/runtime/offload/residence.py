@@ -66,7 +66,7 @@ class ExpertsInSlots(Residence[PackedExperts]):
 
     def run(self, module: PackedExperts, *inputs: Tensor) -> Tensor:
         """Bring the experts of this call into slots, begin to bring those of the next layer, and compute."""
-        x, index, weights = inputs
+        x, index, _ = inputs
         if type(x) is not Tensor or x.device != self.cache.slab.device or torch.compiler.is_compiling():
             return self._stored.run(module, *inputs)
         flat = index.flatten().tolist()
