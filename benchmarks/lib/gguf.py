@@ -85,7 +85,7 @@ def layer(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     width = s.hidden // s.heads * s.keys
     yield from (("attn_q", (s.hidden, s.hidden)), ("attn_output", (s.hidden, s.hidden)))
     yield from ((f"attn_{name}", (width, s.hidden)) for name in "kv")
-    kinds = {"exps": ((s.experts,), s.intermediate)}
+    kinds: dict[str, tuple[tuple[int, ...], int]] = {"exps": ((s.experts,), s.intermediate)}
     if s.shared:
         kinds["shexp"] = ((), s.shared * s.intermediate)
     for kind, (stack, rows) in kinds.items():

@@ -68,7 +68,7 @@ async def _client(
     http: httpx.AsyncClient, ids: Sequence[int], tokens: int, *, words: bool
 ) -> tuple[float, int]:
     """Seconds until the first token, tokens of the answer."""
-    body = {"max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    body: dict[str, Any] = {"max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
     body |= {"prompt": text(ids)} if words else {"prompt": ids, "cache_prompt": False, **WITH_USAGE}
     started, first = time.perf_counter(), 0.0
     usage: dict[str, int] = {}
