@@ -17,6 +17,7 @@ from trilobite.runtime.translate.rows import EXPERTS
 
 CORPUS = SHARED / "data/multi30k"
 TEST = CORPUS / "test_2016_flickr.en", CORPUS / "test_2016_flickr.de"
+TRAIN = CORPUS / "train.en", CORPUS / "train.de"
 
 
 def spread_batches(lengths: Sequence[int], size: int, sentences: int) -> list[list[int]]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.quality.translation examples/tiny-translator --page docs/results.md
 
-Greedy and with beams, on test_2016_flickr of Multi30k. All models run in float32: bf16 activations alone would cost as
-much as int8 does.
+Greedy and with beams, on test_2016_flickr of Multi30k; calibrated recipes on pairs of its training sentences. All models
+run in float32: bf16 activations alone would cost as much as int8 does.
 """
 
 import argparse
@@ -19,10 +19,11 @@ from benchmarks.lib.markdown import table
 from benchmarks.lib.packed import bytes_on_disk, pack
 from benchmarks.lib.recipes import slug, with_bits
 from benchmarks.lib.script import add_model, add_output, add_page, add_work, parser, publish
-from benchmarks.lib.translating import TEST
+from benchmarks.lib.translating import TEST, TRAIN
 from trilobite.errors import EvaluationError
 from trilobite.evaluate.translation import score_translations
 from trilobite.models.pairs import read_parallel
+from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.recipe import PRESETS, Recipe
 from trilobite.runtime.load import load, load_tokenizer
 from trilobite.runtime.translate.translator import Search, Translator
@@ -34,7 +35,7 @@ def recipes() -> dict[str, Recipe]:
     found = {name: PRESETS[name] for name in names}
     found["milo-s2 int2"] = with_bits(PRESETS["milo-s2"], 2)
     found["search2"] = with_bits(PRESETS["search3"], 2)
-    return found
+    return found | {name: PRESETS[name] for name in ("gptq3", "quip3", "quip2")}
 
 
 def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -71,16 +72,22 @@ def main() -> None:
     options = parser(__doc__)
     add_model(options)
     options.add_argument("--pairs", type=Path, nargs=2, default=TEST, metavar=("SOURCE", "TARGET"))
+    options.add_argument(
+        "--calibration", type=Path, nargs=2, default=TRAIN, metavar=("SOURCE", "TARGET"), help="other pairs"
+    )
+    options.add_argument("--samples", type=int, help="pairs to calibrate on; default: as compress")
     options.add_argument("--beams", type=int, nargs="+", default=[1, 5])
     options.add_argument("--limit", type=int, help="only the first sentences")
     add_work(options)
     add_page(options, "translation-quality")
     add_output(options)
     chosen = options.parse_args()
+    text, target = chosen.calibration
+    ground = Calibration(text=text, target=target, samples=chosen.samples)
     rows = {"16 bit": measure(chosen.model, chosen)}
     for name, recipe in recipes().items():
         started = time.monotonic()
-        packed = pack(chosen.model, _called(recipe, name), chosen.work, frequency=None)
+        packed = pack(chosen.model, _called(recipe, name), chosen.work, frequency=None, calibration=ground)
         rows[name] = measure(packed.path, chosen)
         print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
     report = markdown(rows, chosen.beams)
