@@ -402,6 +402,7 @@ def test_nan_logits_are_said_with_where_they_begin(
         ("generate", damaged, "the sea", "--temperature", 1),
         ("eval", damaged, "--text", text, "--context", 64),
         ("stats", damaged, "--text", text, "--context", 64, "-o", tmp_path / "s.json"),
+        ("trace", damaged, "--text", text, "--context", 64, "-o", tmp_path / "t.npz"),
         ("chat", damaged),
     ):
         failed = run(*command)

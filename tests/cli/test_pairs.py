@@ -40,6 +40,13 @@ def test_pairs_from_the_command_line(
     assert status == 0, err
     layers = json.loads(out)["layers"]
     assert list(layers) == ["encoder.1", "decoder.1", "decoder.3"]
+    line = f"trace {f}/m --text {f}/a --target-text {f}/b -o {f}/t.npz --json"
+    status, out, err = run(monkeypatch, capsys, line)
+    assert status == 0, err
+    assert json.loads(out)["layers"] == list(layers)
+    status, out, err = run(monkeypatch, capsys, f"cache {f}/t.npz --pool")
+    assert status == 0, err
+    assert "a -> b" in out
     pairs = f"--calibration {f}/a --target-text {f}/b"
     line = f"compress {f}/m {f}/p -r gptq3 --rank frequency-2 --stats {f}/s.json {pairs} --json"
     status, out, err = run(monkeypatch, capsys, line)
@@ -52,6 +59,8 @@ def test_pairs_from_the_command_line(
     [
         ("stats {f}/m --text {f}/a -o {f}/s.json", 1, "--target-text"),
         ("stats {f}/m --text {f}/a --target-text {f}/none -o {f}/s.json", 1, "cannot be read"),
+        ("trace {f}/m --text {f}/a -o {f}/t.npz --context 8", 1, "--target-text"),
+        ("trace {f}/m --text {f}/a --target-text {f}/b -o {f}/b", 1, "is the text itself"),
         ("compress {f}/m {f}/p -r gptq3 --calibration {f}/a", 1, "--target-text"),
         ("compress {f}/m {f}/p -r int8 --target-text {f}/b", 2, "--target-text goes with --calibration"),
         ("eval {f}/m --text {f}/a --context 8", 1, "--translation SOURCE TARGET"),

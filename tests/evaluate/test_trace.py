@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from support.architectures import build_model
+from support.translators import build, nllb, switch, t5
+from transformers import PreTrainedModel
 
 from trilobite.errors import EvaluationError
 from trilobite.evaluate.cache_simulation import NAMES, hit_ratios, recalls
-from trilobite.evaluate.frequency import expert_frequency
-from trilobite.evaluate.trace import RESIDUAL, Trace, gate, load_trace, norm, save_trace, trace
+from trilobite.evaluate.frequency import expert_frequency, forced_frequency
+from trilobite.evaluate.trace import RESIDUAL, Trace, forced_trace, gate, load_trace, norm, save_trace, trace
 
 IDS = torch.arange(5, 45).view(2, 20)
 
@@ -72,9 +74,54 @@ def test_a_model_without_experts() -> None:
         trace(build_model("llama"), IDS)
 
 
-def test_an_encoder_decoder() -> None:
-    with pytest.raises(EvaluationError, match="decoder-only"):
+def test_an_encoder_decoder_needs_translations() -> None:
+    with pytest.raises(EvaluationError, match="--target-text"):
         trace(build_model("switch_transformers"), IDS)
+    with pytest.raises(EvaluationError, match="decoder-only"):
+        forced_trace(build_model("mixtral"), PAIRS)
+    with pytest.raises(EvaluationError, match="Mixture-of-Experts"):
+        forced_trace(build(t5), PAIRS)
+
+
+PAIRS = [([5, 6, 7, 8, 9, 1], [10, 11, 1]), ([30, 1], [31, 32, 33, 34, 1])]
+TRANSLATED = np.array([False] * 6 + [True] * 3 + [False] * 2 + [True] * 5)
+
+
+@pytest.mark.parametrize("make", [switch, nllb])
+def test_both_stacks_take_turns(make: Callable[[], PreTrainedModel]) -> None:
+    """A sentence's tokens have experts in the encoder, then those of its translation in the decoder."""
+    model = build(make)
+    found = forced_trace(model, PAIRS)
+    counts = forced_frequency(model, PAIRS, batch=1)
+    assert found.names == list(counts)
+    assert {name.partition(".")[0] for name in found.names} == {"encoder", "decoder"}
+    for name, row in zip(found.names, found.experts, strict=True):
+        assert np.bincount(row[row >= 0], minlength=4).tolist() == counts[name]
+        reached, own = (row >= 0).any(-1), name.startswith("decoder") == TRANSLATED
+        assert not reached[~own].any()
+        assert reached[own].mean() > 0.5, "Switch drops some"
+    assert hit_ratios(found)["lru"][4] > 0
+
+
+def test_the_encoder_does_not_guess_for_the_decoder() -> None:
+    model = build(switch)  # the last sparse layer of the encoder stands just before two of the decoder
+    found = forced_trace(model, PAIRS)
+    assert found.names == ["encoder.1", "decoder.1", "decoder.3"]
+    reached = (found.guesses[gate(1)] >= 0).any((1, 2))
+    assert reached.tolist() == [False, False, True]
+    assert not (found.guesses[gate(1)][2] >= 0).any(-1)[~TRANSLATED].any()
+
+
+def test_a_token_that_a_guesser_drops_is_no_guess(tmp_path: Path) -> None:
+    """Switch's own routing code sends what exceeds an expert's capacity to expert E, which is none."""
+    model = build(switch)
+    for module in model.modules():
+        if hasattr(module, "expert_capacity"):
+            module.expert_capacity = 1
+    found = forced_trace(model, PAIRS)
+    assert (found.experts[2] >= 0).sum() < 8
+    save_trace(tmp_path / "t.npz", found)
+    assert np.array_equal(load_trace(tmp_path / "t.npz").guesses[gate(1)], found.guesses[gate(1)])
 
 
 SMALL = Trace(

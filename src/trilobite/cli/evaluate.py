@@ -8,10 +8,18 @@ import typer
 from trilobite.checkpoint.evaluation import check_destination
 from trilobite.cli.console import Progress, note, number, print_json, print_table, quiet
 from trilobite.cli.memory import GpuMemoryOption, MemoryOption, load_within, place_of
-from trilobite.cli.options import ActivationsOption, DeviceOption, JsonOption, TargetTextOption, usable_device
+from trilobite.cli.options import (
+    ActivationsOption,
+    DeviceOption,
+    JsonOption,
+    TargetTextOption,
+    WindowOption,
+    check_output,
+    usable_device,
+)
 from trilobite.cli.run import ModelArgument
 from trilobite.cli.translate import BeamsOption, FromOption, ToOption
-from trilobite.errors import DestinationError, EvaluationError
+from trilobite.errors import EvaluationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,15 +30,6 @@ if TYPE_CHECKING:
     from trilobite.runtime.translate.translator import Translator
 
 TextOption = Annotated[Path | None, typer.Option("--text", help="A UTF-8 text file.", metavar="FILE")]
-WindowOption = Annotated[
-    int | None,
-    typer.Option(
-        "--context",
-        help="Tokens in a window of the text; default: the model's own, at most 2048 (stats: 512).",
-        min=2,
-        metavar="N",
-    ),
-]
 BatchOption = Annotated[
     int | None,
     typer.Option("--batch", help="Windows in a forward pass; default: what fits.", min=1, metavar="N"),
@@ -275,12 +274,7 @@ def stats(
     \b
     Example: trilobite stats deepseek-ai/deepseek-moe-16b-base --text sample.txt -o stats.json
     """
-    if not output.absolute().parent.is_dir():
-        raise DestinationError(
-            f"{output}: cannot be written, there is no folder {output.parent}; make it first"
-        )
-    if output.exists() and text.exists() and output.samefile(text):
-        raise DestinationError(f"{output}: is the text itself; choose another file for the counts")
+    check_output(output, text, target)
     from trilobite import load
     from trilobite.evaluate.frequency import save_frequency
     from trilobite.evaluate.measure import count_experts, count_experts_of_pairs, default_context

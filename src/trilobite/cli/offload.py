@@ -1,15 +1,21 @@
 """trace, cache: which experts a text uses, and what that says about caches and guesses."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trilobite.cli.console import Progress, number, print_json, print_table, quiet, size
 from trilobite.cli.memory import MemoryOption, load_within, place_of
-from trilobite.cli.options import DeviceOption, JsonOption, usable_device
+from trilobite.cli.options import (
+    DeviceOption,
+    JsonOption,
+    TargetTextOption,
+    WindowOption,
+    check_output,
+    usable_device,
+)
 from trilobite.cli.run import ModelArgument
-from trilobite.errors import DestinationError
 
 
 def trace(
@@ -20,40 +26,39 @@ def trace(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Where to write the trace (npz).", metavar="FILE")
     ] = Path("trace.npz"),
-    context: Annotated[int, typer.Option(help="Tokens in a window of the text.", min=2, metavar="N")] = 512,
-    samples: Annotated[int | None, typer.Option(help="Only the first N windows.", min=1, metavar="N")] = None,
+    target: TargetTextOption = None,
+    context: WindowOption = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Only the first N windows, or pairs of lines.", min=1, metavar="N")
+    ] = None,
     device: DeviceOption = "auto",
     memory: MemoryOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Note which experts a text uses, and which ones would have been guessed.
 
-    Layer by layer and token by token, for an original or a packed model. `trilobite cache` reads the file.
+    Layer by layer and token by token, for an original or a packed model. An encoder-decoder reads pairs: --text has
+    the sentences, --target-text their translations, line by line. `trilobite cache` reads the file.
 
     \b
     Example: trilobite trace mixtral-3bit --text wiki.test.txt --samples 8 -o trace.npz
+    Example: trilobite trace nllb-moe-int4 --text test.en --target-text test.de -o trace.npz
     """
-    if not output.absolute().parent.is_dir():
-        raise DestinationError(
-            f"{output}: cannot be written, there is no folder {output.parent}; make it first"
-        )
-    if output.exists() and text.exists() and output.samefile(text):
-        raise DestinationError(f"{output}: is the text itself; choose another file for the trace")
-    from trilobite.evaluate.measure import trace_experts
+    check_output(output, text, target)
+    from trilobite.evaluate.measure import default_context, trace_experts, trace_experts_of_pairs
     from trilobite.evaluate.trace import save_trace
     from trilobite.runtime.load import load_tokenizer
 
     with quiet():
         loaded = load_within(model, memory, device=usable_device(place_of(device, memory)))
+        tokenizer = load_tokenizer(model)
         with Progress() as bars:
-            found = trace_experts(
-                loaded,
-                load_tokenizer(model),
-                text,
-                context=context,
-                samples=samples,
-                progress=bars.step("windows"),
-            )
+            how: Any = {"samples": samples, "progress": bars.step("pairs" if target else "windows")}
+            if target is not None:
+                found = trace_experts_of_pairs(loaded, tokenizer, text, target, **how)
+            else:
+                context = context or default_context(512, loaded)
+                found = trace_experts(loaded, tokenizer, text, context=context, **how)
     save_trace(output, found)
     layers, tokens, active = found.experts.shape
     if json:

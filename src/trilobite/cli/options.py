@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trilobite.errors import CalibrationError, MissingExtraError
+from trilobite.errors import CalibrationError, DestinationError, MissingExtraError
 from trilobite.recipe import Recipe, load_recipe, parse_role, recipe_from_dict
 
 if TYPE_CHECKING:
@@ -87,6 +87,15 @@ TargetTextOption = Annotated[
         "--target-text",
         help="For encoder-decoders: the translation of the text, line by line.",
         metavar="FILE",
+    ),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        help="Tokens in a window of the text; default: the model's own, at most 2048 (stats, trace: 512).",
+        min=2,
+        metavar="N",
     ),
 ]
 SamplesOption = Annotated[
@@ -238,6 +247,16 @@ def usable_device(name: str) -> str:
     from trilobite.quantize.run.options import pick_device
 
     return pick_device(name).type
+
+
+def check_output(output: Path, *texts: Path | None) -> None:
+    """Raise DestinationError for a file that cannot be made, or that is one of the texts; before anything runs."""
+    if not output.absolute().parent.is_dir():
+        raise DestinationError(
+            f"{output}: cannot be written, there is no folder {output.parent}; make it first"
+        )
+    if any(text and text.exists() and output.exists() and output.samefile(text) for text in texts):
+        raise DestinationError(f"{output}: is the text itself; choose another file for what is found")
 
 
 def frequencies(path: Path | None) -> "Mapping[str, Sequence[int]] | None":

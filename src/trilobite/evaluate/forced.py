@@ -54,7 +54,7 @@ def forced_score(
     name = str(model.name_or_path)
     runs = {name: model} if reference is None else {REFERENCE: reference, name: model}
     for called, one in runs.items():
-        _check(called, one, pairs)
+        check_forced(called, one, pairs)
         one.eval()
     sums = {called: Sums() for called in runs}
     order = sorted(range(len(pairs)), key=lambda i: [len(side) for side in pairs[i]])
@@ -81,7 +81,8 @@ def forced_score(
     )
 
 
-def _check(name: str, model: PreTrainedModel, pairs: Sequence[Pair]) -> None:
+def check_forced(name: str, model: PreTrainedModel, pairs: Sequence[Pair]) -> None:
+    """Raise EvaluationError where pairs (token ids) cannot be forced upon a model, which `name` is the name of."""
     if not model.config.is_encoder_decoder:
         raise EvaluationError(
             f"{name}: a decoder-only model has no translations to be forced; give --text alone"

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from trilobite.checkpoint.files import write_whole
 from trilobite.checkpoint.layers import layer_key
 from trilobite.errors import DestinationError, EvaluationError
-from trilobite.models.pairs import NONE, Pair, check_pairs, forced
+from trilobite.evaluate.forced import check_forced
+from trilobite.models.pairs import NONE, Pair, forced
 from trilobite.runtime.finite import finite, not_finite
-from trilobite.runtime.generate.text import context_length
 from trilobite.runtime.routing import INDEX_NAMES, index_of, routes_by_index
 
 Step = tuple[dict[str, Tensor], Mapping[str, Tensor], int]
@@ -61,9 +61,7 @@ def forced_frequency(
     pairs: token ids; padding is not counted    batch: pairs per forward pass    returns: "encoder.1" -> E counts
     Raises EvaluationError as `expert_frequency` does, and for pairs that the model cannot take.
     """
-    if not model.config.is_encoder_decoder:
-        raise EvaluationError(f"{model.name_or_path}: a decoder-only model; give --text alone")
-    check_pairs(pairs, model.config, context_length(model), model.name_or_path, EvaluationError)
+    check_forced(model.name_or_path, model, pairs)
 
     def batches() -> Iterator[Step]:
         for start in range(0, len(pairs), batch):

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trilobite.errors import EvaluationError
 from trilobite.evaluate.frequency import expert_frequency, forced_frequency
 from trilobite.evaluate.perplexity import Score, check_windows, score, tokenize_file, windows
-from trilobite.evaluate.trace import Trace, trace
+from trilobite.evaluate.trace import Trace, forced_trace, trace
 from trilobite.models.pairs import encode_pairs, read_pairs
 from trilobite.runtime.generate.text import context_length
 
@@ -84,6 +84,21 @@ def trace_experts(
     ids = windows(tokenize_file(tokenizer, text), context)[:samples]
     check_windows(model.name_or_path, model, context, int(ids.max()))
     return replace(trace(model, ids, progress=progress), model=model.name_or_path, text=text.name)
+
+
+def trace_experts_of_pairs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Path,
+    target: Path,
+    *,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> Trace:
+    """Which experts the first `samples` pairs of two files use. Raises EvaluationError."""
+    pairs = encode_pairs(tokenizer, *read_pairs(text, target, EvaluationError))[:samples]
+    found = forced_trace(model, pairs, progress=progress)
+    return replace(found, model=model.name_or_path, text=f"{text.name} -> {target.name}")
 
 
 def count_experts_of_pairs(

@@ -3,6 +3,7 @@
     found = trace(model, windows(tokenize_file(tokenizer, path), 512))
     save_trace(Path("trace.npz"), found)
 
+Of an encoder-decoder, `forced_trace` notes both stacks; their layers are called encoder.1 and decoder.1, as in counts.
 Guesses follow arXiv:2312.17238, section 3.2: the routing code of a later layer, applied to the hidden states of
 this one; with that layer's own norm, or with its own residual stream, beyond the paper.
 """
@@ -10,7 +11,7 @@ this one; with that layer's own norm, or with its own residual stream, beyond th
 import io
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trilobite.checkpoint.files import write_whole
+from trilobite.checkpoint.layers import layer_key, side_of
 from trilobite.errors import DestinationError, EvaluationError
+from trilobite.evaluate.forced import check_forced
+from trilobite.models.pairs import Pair, forced
+from trilobite.runtime.finite import finite, not_finite
 from trilobite.runtime.routing import Arguments, MoeLayer, NormListener, index_of, moe_layers
 
 AHEAD = (1, 2, 10)
@@ -47,6 +52,8 @@ def norm(ahead: int) -> str:
 class Trace:
     """experts: [L, T, A] int16, the experts of every token in every MoE layer, -1 = none
 
+    Tokens are those of window after window; of pair after pair those of the sentence, which have experts in the encoder
+    alone, and then those of its translation, which have experts in the decoder alone.
     experts_of: [L] how many a layer has    names: of the layers    model, text: what was run on what
     guesses: guesser -> [L, T, G] int16, the experts it expects in that layer, likeliest first, -1 = no guess
     """
@@ -65,22 +72,49 @@ def trace(
     """Run a text through a model, window by window, and note its routing.
 
     ids: [W, context] int64    progress: called with (windows done, windows in all)
-    Raises EvaluationError for a model without MoE layers, and for encoder-decoders.
+    Raises EvaluationError for models without MoE layers, encoder-decoders, and numbers that become NaN or infinite.
     """
-    layers = moe_layers(model)
-    if not layers or model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder:
         raise EvaluationError(
-            f"{type(model).__name__}: a trace needs a decoder-only Mixture-of-Experts model; this one has "
-            f"{len(layers)} layers whose experts are told by index"
+            f"{model.name_or_path}: an encoder-decoder model; give the translation of the text too: --target-text FILE"
+        )
+    steps = ({"input_ids": window[None].to(model.device)} for window in ids)
+    return _traced(model, steps, lambda done: progress and progress(done, len(ids)))
+
+
+def forced_trace(
+    model: PreTrainedModel,
+    pairs: Sequence[Pair],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Trace:
+    """The same for an encoder-decoder: sentences in its encoder, given translations in its decoder, pair by pair.
+
+    pairs: token ids    progress: called with (pairs done, pairs in all)
+    Raises EvaluationError for a model without MoE layers, for decoder-only ones, and for pairs that it cannot take.
+    """
+    check_forced(model.name_or_path, model, pairs)
+    steps = (forced([pair], model.config).arguments(model.device) for pair in pairs)
+    return _traced(model, steps, lambda done: progress and progress(done, len(pairs)))
+
+
+def _traced(
+    model: PreTrainedModel, steps: Iterable[Mapping[str, Tensor]], tell: Callable[[int], object]
+) -> Trace:
+    layers = moe_layers(model)
+    if not layers:
+        raise EvaluationError(
+            f"{type(model).__name__}: has no layer whose experts are told by index; a trace needs a Mixture-of-Experts "
+            "model"
         )
     recorder = _Recorder(layers)
     model.eval()
     try:
         with torch.inference_mode():
-            for i, window in enumerate(ids):
-                model.base_model(input_ids=window[None].to(model.device), use_cache=False)
-                if progress:
-                    progress(i + 1, len(ids))
+            for done, arguments in enumerate(steps, 1):
+                if not finite(model.base_model(**arguments, use_cache=False)[0]):
+                    raise not_finite(model, arguments)
+                tell(done)
     finally:
         recorder.detach()
     return recorder.trace()
@@ -91,6 +125,7 @@ class _Recorder:
 
     def __init__(self, layers: Any) -> None:
         self.layers: list[MoeLayer] = list(layers)
+        self.sides = [side_of(layer.name) for layer in self.layers]
         self.asking = False
         self.chosen: list[list[np.ndarray]] = [[] for _ in self.layers]
         self.expected: dict[str, list[list[np.ndarray]]] = {
@@ -112,8 +147,7 @@ class _Recorder:
 
     def _on_experts(self, i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            index = _plain(index_of(args, kwargs))
-            self.chosen[i].append(np.where(index < self.layers[i].num_experts, index, -1))
+            self.chosen[i].append(_plain(index_of(args, kwargs), self.layers[i].num_experts))
 
         return hook
 
@@ -123,8 +157,8 @@ class _Recorder:
                 return
             normed = self._norms.heard((args, kwargs))
             for ahead in AHEAD:
-                if i + ahead >= len(self.layers):
-                    continue
+                if self.sides[i + ahead : i + ahead + 1] != [self.sides[i]]:
+                    continue  # behind the last layer of its stack
                 later = self.layers[i + ahead]
                 self._ask(gate(ahead), i + ahead, later.route, (args, kwargs))
                 if normed is not None:
@@ -150,35 +184,42 @@ class _Recorder:
         finally:
             self.asking = False
         if found is not None:
-            self.expected[guesser][i].append(_plain(found))
+            self.expected[guesser][i].append(_plain(found, layer.num_experts))
 
     def trace(self) -> Trace:
-        """[L, T, A]; a guesser that was silent in a layer has -1 there, one that was silent everywhere is left out."""
-        experts = _stack([np.concatenate(rows) for rows in self.chosen])
-        tokens, guesses = experts.shape[1], {}
-        for name, per_layer in self.expected.items():
-            rows = [np.concatenate(r) if r else np.zeros((tokens, 0), np.int16) for r in per_layer]
-            if any(r.shape[1] and len(r) == tokens for r in rows):
-                guesses[name] = _stack([r if len(r) == tokens else r[:0].repeat(tokens, 0) for r in rows])
+        """A guesser that was silent in a layer has -1 there, one that was silent everywhere is left out."""
         return Trace(
-            experts=experts,
+            experts=self._laid_out(self.chosen),
             experts_of=[layer.num_experts for layer in self.layers],
-            names=[layer.name for layer in self.layers],
-            guesses=guesses,
+            names=[layer_key(layer.name) or layer.name for layer in self.layers],
+            guesses={name: self._laid_out(found) for name, found in self.expected.items() if any(found)},
         )
 
+    def _laid_out(self, found: list[list[np.ndarray]]) -> np.ndarray:
+        """[T of a window, A] of every layer and window -> [L, T in all, widest A], -1 where there is nothing."""
+        places, tokens = self._places()
+        width = max(rows.shape[1] for windows in found for rows in windows)
+        made = np.full((len(found), tokens, width), -1, np.int16)
+        for side, layer, windows in zip(self.sides, made, found, strict=True):
+            for place, rows in zip(places[side], windows, strict=False):  # silent layers have no windows
+                layer[place : place + len(rows), : rows.shape[1]] = rows
+        return made
 
-def _plain(index: Tensor) -> np.ndarray:
-    return np.asarray(index.cpu().numpy(), dtype=np.int16)
+    def _places(self) -> tuple[dict[str, list[int]], int]:
+        """Where each window of a stack begins when stacks take turns, and where the last one ends."""
+        lengths = {side: [len(rows) for rows in c] for side, c in zip(self.sides, self.chosen, strict=True)}
+        places: dict[str, list[int]] = {side: [] for side in lengths}
+        end = 0
+        for window in zip(*lengths.values(), strict=True):
+            for side, length in zip(lengths, window, strict=True):
+                places[side].append(end)
+                end += length
+        return places, end
 
 
-def _stack(rows: list[np.ndarray]) -> np.ndarray:
-    """[T, A] each -> [L, T, widest A], -1 where there is nothing."""
-    width, tokens = max(r.shape[1] for r in rows), max(len(r) for r in rows)
-    stacked = np.full((len(rows), tokens, width), -1, np.int16)
-    for i, r in enumerate(rows):
-        stacked[i, : len(r), : r.shape[1]] = r
-    return stacked
+def _plain(index: Tensor, experts: int) -> np.ndarray:
+    """int16, -1 for an index that is none of the E experts."""
+    return np.asarray(index.masked_fill(index >= experts, -1).cpu().numpy(), dtype=np.int16)
 
 
 def save_trace(path: Path, found: Trace) -> None:
