@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.modeling_outputs import MoEModelOutput
 
 from trilobite.models.pairs import NONE, Forced, Pair, forced
+from trilobite.quantize.calibrate.inputs import BlockInputs, PairInputs
 from trilobite.quantize.calibrate.loop import Loop, RoutedTokens, Seen
 from trilobite.quantize.calibrate.model import BlockModel
 
@@ -96,6 +97,18 @@ class PairLoop(Loop):
 
     def _place(self, rows: slice) -> tuple[slice, slice]:
         return rows, slice(max(len(pair[self._stack]) for pair in self.pairs[rows]))
+
+    def _inputs(self) -> BlockInputs:
+        stack = self._stack
+        return PairInputs(self._hidden, self._batches(), self._place, lambda rows: self._mask(rows, stack))
+
+    def _batches(self) -> list[slice]:
+        """Where blocks are trained, as many as that takes at the least."""
+        batches, pairs = super()._batches(), len(self.pairs)
+        if self.trainer is None or len(batches) >= self.trainer.least:
+            return batches
+        size = max(1, pairs // self.trainer.least)
+        return [slice(first, min(pairs, first + size)) for first in range(0, pairs, size)]
 
     def _real(self, rows: slice, inputs: Seen, routed: RoutedTokens) -> tuple[Seen, RoutedTokens]:
         mask = self._mask(rows, self._stack).flatten().to(self.model.device)

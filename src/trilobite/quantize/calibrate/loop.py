@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trilobite.quantize.calibrate.buffer import make_buffer
+from trilobite.quantize.calibrate.inputs import BlockInputs
 from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.protocols import Receiver, Records, Trainer
 from trilobite.quantize.calibrate.routed import Routed
@@ -112,6 +113,7 @@ class Loop:
         advance = original and self.trainer is None
         with thread_pool(self.jobs, "calibrate") as self._pool:
             self._passed, self._passes = 0, (last + 1) * (1 if advance else 2) * len(self._batches())
+            self._moved(0)
             for i, block in enumerate(model.blocks[: last + 1]):
                 if any(block == stack[0] for stack in model.stacks):
                     self._hidden = self._entered(i)
@@ -120,7 +122,7 @@ class Loop:
                 if advance or lines:
                     self._hand_out(i, lines, self._hessians(block, lines, advance=advance))
                 if self.trainer and i in untrained:
-                    self.trainer.tune_block(model, i, self._hidden, self.buffer)
+                    self.trainer.tune_block(model, i, self._inputs(), self.buffer)
                 if not advance and (i < last or outside):
                     if not original:
                         self.receiver.put(model, i)
@@ -256,6 +258,10 @@ class Loop:
     def _place(self, rows: slice) -> tuple[slice, slice]:
         """Where the windows of a batch lie in `_hidden`, padding left out."""
         return rows, slice(None)
+
+    def _inputs(self) -> BlockInputs:
+        """What enters the block, to be trained on."""
+        return BlockInputs(self._hidden)
 
     def _real(self, rows: slice, inputs: Seen, routed: RoutedTokens) -> tuple[Seen, RoutedTokens]:
         """What entered the linears and the experts of a block, without padding."""

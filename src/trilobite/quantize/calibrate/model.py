@@ -131,12 +131,13 @@ class BlockModel(BlockWeights):
         """By what the arguments for a batch are remembered: those of as many windows are the same."""
         return len(hidden)
 
-    def apply(self, block: str, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    def apply(self, block: str, hidden: Tensor, parameters: Mapping[str, Tensor], first: int = 0) -> Tensor:
         """One block in fp32 with other parameters than its own, differentiable. Not for several threads.
 
-        hidden: [B, T, H] any float dtype    parameters: fp32, all of the block's by name    returns: [B, T, H] fp32
+        hidden: [B, T, H] any float dtype    parameters: fp32, all of the block's by name    first: as `run` has it
+        returns: [B, T, H] fp32
         """
-        args, kwargs = _in_fp32(self._arguments[len(hidden)][block])
+        args, kwargs = _in_fp32(self._arguments[self._batch(hidden, first)][block])
         own = {name.removeprefix(f"{block}."): p for name, p in parameters.items()}
         return _states(
             functional_call(self._modules[block], own, (hidden.float(), *args), kwargs, tie_weights=False)

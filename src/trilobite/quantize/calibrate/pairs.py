@@ -34,8 +34,10 @@ def draw(source: Source, calibration: Calibration) -> Windows:
         raise CalibrationError(
             f"{source.path}: an encoder-decoder model; give the translation of the text too: --target-text FILE"
         )
-    if calibration.finetune:
-        raise CalibrationError(f"{source.path}: fine-tuning trains decoder-only models; drop --finetune")
+    if calibration.finetune == "full":
+        raise CalibrationError(
+            f"{source.path}: an encoder-decoder is trained block by block alone; use --finetune block"
+        )
     longest = window_length(source, calibration)
     tokenizer = calibration_tokenizer(source)
     pairs = encode_pairs(tokenizer, *read_pairs(calibration.text, calibration.target, CalibrationError))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from trilobite.quantize.plan.plan import PlanLine
 
 if TYPE_CHECKING:  # brings transformers along
+    from trilobite.quantize.calibrate.inputs import BlockInputs
     from trilobite.quantize.calibrate.model import BlockModel
 
 Record = dict[str, Any]
@@ -41,14 +42,17 @@ class Receiver(Protocol):
 class Trainer(Protocol):
     """Trains what is not codes, each block once its lines are packed, and at last the whole model."""
 
+    least: ClassVar[int]
+    """How many windows or batches of pairs it can be done with."""
+
     def sizes(self, windows: int) -> set[int]:
         """How many windows a batch may have."""
 
     def wants(self, block: int) -> bool:
         """Whether a block is still to be trained."""
 
-    def tune_block(self, model: "BlockModel", index: int, hidden: Tensor, buffer: Buffer) -> None:
-        """Train a block, loaded with its original weights, on what enters it. hidden: [S, T, H]."""
+    def tune_block(self, model: "BlockModel", index: int, inputs: "BlockInputs", buffer: Buffer) -> None:
+        """Train a block, loaded with its original weights, on what enters it."""
 
     def tune_all(self, model: "BlockModel", ids: Tensor, buffer: Buffer) -> None:
         """Train the whole model, where that is asked for. ids: [S, T]."""

@@ -52,6 +52,12 @@ class Calibration:
     hessians: Path | None = None
     finetune: str = ""
 
+    def __post_init__(self) -> None:
+        """Take strings for paths, too."""
+        for name in ("text", "target", "save", "hessians"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, Path(value))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:

@@ -161,9 +161,9 @@ class Part:
             parameters |= {f"{path}.{name}": tensor for name, tensor in stacked.items()}
         return parameters
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """The block on a batch. hidden: [B, T, H]    returns: [B, T, H] fp32."""
-        return self.model.apply(self.path, hidden, self.parameters())
+    def __call__(self, hidden: Tensor, first: int = 0) -> Tensor:
+        """The block on a batch. hidden: [B, T, H]    first: as `BlockModel.run` has it    returns: [B, T, H] fp32."""
+        return self.model.apply(self.path, hidden, self.parameters(), first)
 
     def values(self) -> dict[str, Tensor]:
         """What is trained, by stored name, as stored."""

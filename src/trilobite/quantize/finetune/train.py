@@ -7,13 +7,14 @@ against the original's distribution of the next token.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trilobite.errors import CalibrationError
+from trilobite.quantize.calibrate.inputs import BlockInputs
 from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.protocols import Buffer
 from trilobite.quantize.finetune.part import Part
@@ -120,6 +121,7 @@ class Tuner:
     seed: int
     memory: int
     watcher: Watcher = SILENT
+    least: ClassVar[int] = VALIDATION
 
     def sizes(self, windows: int) -> set[int]:
         """How many windows a batch of any course may have. Raises CalibrationError when there are too few."""
@@ -129,30 +131,35 @@ class Tuner:
         """Whether a block is still to be trained."""
         return not self.store.has(part_name(block))
 
-    def tune_block(self, model: BlockModel, index: int, hidden: Tensor, buffer: Buffer) -> None:
-        """Train a block, loaded with its original weights, on what enters it. hidden: [S, T, H]."""
+    def tune_block(self, model: BlockModel, index: int, inputs: BlockInputs, buffer: Buffer) -> None:
+        """Train a block, loaded with its original weights, on what enters it."""
         path = model.blocks[index]
-        targets = buffer(tuple(hidden.shape), torch.float32)
-        added = 0.0
+        targets = buffer(tuple(inputs.hidden.shape), torch.float32)
+        added, numel = 0.0, 0
         originals = _originals(model, path)
-        for rows in _slices(len(hidden)):
+        for rows in _slices(len(inputs), inputs.together):
             with torch.no_grad():
-                x = hidden[rows].to(model.device)
-                y = model.apply(path, x, originals)
-                added += float((y - x.float()).square().sum(dtype=torch.float64))
-            targets[rows] = y.to(targets.device)
+                x = inputs.hidden[inputs.place(rows)].to(model.device)
+                y = model.apply(path, x, originals, inputs.first(rows))
+                change = inputs.real(rows, y - x.float())
+                added += float(change.square().sum(dtype=torch.float64))
+                numel += change.numel()
+            targets[inputs.place(rows)] = y.to(targets.device)
         del originals
         part = Part(model, path, self.lines, self.read)
-        scale = added / hidden.numel() or 1.0
+        scale = added / numel or 1.0
 
         def loss(rows: Tensor) -> Tensor:
-            wanted = targets[rows].to(model.device)
-            return (part(hidden[rows].to(model.device)) - wanted).square().mean() / scale
+            place = inputs.place(rows)
+            wanted = targets[place].to(model.device)
+            made = part(inputs.hidden[place].to(model.device), inputs.first(rows))
+            return inputs.real(rows, made - wanted).square().mean() / scale
 
         def tick(done: int, total: int) -> None:
             self.watcher.progress("fine-tune", index * total + done, len(model.blocks) * total)
 
-        record = train([part], loss, make_course(len(hidden), BATCH, self.seed + index), tick)
+        course = make_course(len(inputs), inputs.together or BATCH, self.seed + index)
+        record = train([part], loss, course, tick)
         self.store.put(part_name(index), part.values(), record)
         self._note(f"block {index}: relative squared error", record)
 
@@ -224,6 +231,6 @@ def _originals(model: BlockModel, path: str) -> dict[str, Tensor]:
     return {name: p.float() for name, p in model.parameters(path).items()}
 
 
-def _slices(windows: int) -> list[Tensor]:
-    """Windows that pass a block at a time, in order."""
-    return list(torch.split(torch.arange(windows), BATCH))
+def _slices(windows: int, size: int | None = None) -> list[Tensor]:
+    """Windows that pass a block at a time, in order. size: how many; None = BATCH"""
+    return list(torch.split(torch.arange(windows), size or BATCH))
