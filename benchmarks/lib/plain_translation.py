@@ -2,10 +2,12 @@
 
     echo '{"batches": [[[5, 6, 1]]], "beams": [1, 5], ...}' | python -m benchmarks.lib.plain_translation MODEL float32
 
-Reads a job from standard input and prints [[seconds, tokens] of each cell] as its last line.
+Reads a job from standard input and prints as its last line, in JSON, [seconds, tokens] of each cell, the bytes of the
+weights, and the most memory that the process held.
 """
 
 import json
+import resource
 import sys
 import time
 from typing import Any
@@ -50,7 +52,8 @@ def main() -> None:
                 tokens = sum(run(model, ids, beams, 3 * max(map(len, ids)) + 10) for ids in batches)
                 best = min(best, (time.perf_counter() - started, tokens))
             found.append(best)
-    print(json.dumps({"cells": found, "bytes": sum(p.nbytes for p in model.parameters())}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"cells": found, "bytes": sum(p.nbytes for p in model.parameters()), "peak": peak}))
 
 
 if __name__ == "__main__":

@@ -8,21 +8,26 @@ Batches are those that `trilobite translate` makes of the whole test set, some o
 "transformers" is its own model and its own `generate`, in a process that has not seen trilobite; "16 bit" is the
 original with the loops of `trilobite translate`. Tokens are those of the translations. With --large the weights are
 random, so experts are drawn by the shares that the trained model's decoder gives its own, and sentences end where their
-references do. A cell is the best of its rounds, in which the ways of pruning take turns.
+references do. A cell is the best of its rounds, in which the ways of pruning take turns. Every model has a process of
+its own, whose peak of resident memory counts Python and torch, too. Where ctranslate2 is installed (pip install
+ctranslate2) it runs a dense T5 of random weights beside a Switch model, of the size that a token meets in that.
 """
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.lib.dense_ctranslate2 import DTYPES, installed, write_dense
 from benchmarks.lib.markdown import table
 from benchmarks.lib.plain_translation import padded
 from benchmarks.lib.recipes import with_method
@@ -41,6 +46,28 @@ RECIPES = {"int8": "int8-experts", "int4": "int4-experts", "3 bit": "search3"}
 PRUNINGS: dict[str, Pruning] = {"": "off", ", pruned": "compact", ", index E": "mask"}
 Cells = dict[str, list[list[float]]]
 """Variant -> for every number of beams and batch size, in this order: seconds, tokens, sentences."""
+ORIGINAL = "16 bit"
+
+
+@dataclass(frozen=True)
+class Found:
+    """By variant: what was measured, bytes of the weights, and the most memory that its process held."""
+
+    cells: Cells = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, cells: list[list[float]], size: int, peak: int) -> None:
+        self.cells[name], self.bytes[name], self.peak[name] = cells, size, peak
+
+
+def in_a_process(module: str, *arguments: object, job: str = "") -> Any:
+    """The object that a module prints as its last line."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    made = subprocess.run(command, input=job, text=True, capture_output=True, check=False)
+    if made.returncode:
+        raise SystemExit(made.stderr)
+    return json.loads(made.stdout.splitlines()[-1])
 
 
 def packed_at(model: Path, name: str, work: Path, *, quickly: bool) -> Path:
@@ -66,21 +93,34 @@ class Bench:
             spread_batches(lengths, size, max(options.sentences, size)) for size in options.batches
         ]
 
-    def transformers(self, dtype: str) -> tuple[list[list[float]], int]:
-        """Its own model and loops, in a process of its own."""
-        job = {
-            "batches": [[[self.ids[i] for i in batch] for batch in found] for found in self.batches],
-            "beams": self.options.beams,
-            "threads": torch.get_num_threads(),
-            "rounds": self.options.rounds,
-        }
-        command = [sys.executable, "-m", "benchmarks.lib.plain_translation", str(self.options.model), dtype]
-        made = subprocess.run(command, input=json.dumps(job), text=True, capture_output=True, check=False)
-        if made.returncode:
-            raise SystemExit(made.stderr)
-        found = json.loads(made.stdout.splitlines()[-1])
+    def transformers(self, found: Found, dtype: str, name: str) -> None:
+        """Its own model and loops, which have not seen trilobite."""
+        job = json.dumps(self._job([[[self.ids[i] for i in batch] for batch in b] for b in self.batches]))
+        made = in_a_process("benchmarks.lib.plain_translation", self.options.model, dtype, job=job)
+        found.add(name, self._with_sentences(made["cells"]), made["bytes"], made["peak"])
+
+    def ctranslate2(self, found: Found, say: Callable[[str], None]) -> None:
+        """A dense model in each of its dtypes."""
+        if not installed():
+            say("ctranslate2: is not installed, left out (pip install ctranslate2)")
+            return
+        folder = write_dense(self.options.model, self.options.work / f"ctranslate2-{self.options.model.name}")
+        name_of = self.tokenizer.convert_ids_to_tokens
+        job = self._job([[[name_of(self.ids[i]) for i in batch] for batch in b] for b in self.batches])
+        job["lengths"] = [[round(sum(self.ends[i] for i in c) / len(c)) for c in b] for b in self.batches]
+        for dtype in DTYPES:
+            say(name := f"CTranslate2, dense, {dtype}")
+            made = in_a_process("benchmarks.lib.dense_ctranslate2", folder, dtype, job=json.dumps(job))
+            found.add(name, self._with_sentences(made["cells"]), made["bytes"], made["peak"])
+
+    def _job(self, batches: list[Any]) -> dict[str, Any]:
+        options = self.options
+        common = {"beams": options.beams, "threads": torch.get_num_threads(), "rounds": options.rounds}
+        return common | {"batches": batches}
+
+    def _with_sentences(self, cells: list[list[float]]) -> list[list[float]]:
         sentences = [sum(map(len, batches)) for _ in self.options.beams for batches in self.batches]
-        return [[*cell, count] for cell, count in zip(found["cells"], sentences, strict=True)], found["bytes"]
+        return [[*cell, count] for cell, count in zip(cells, sentences, strict=True)]
 
     def ours(self, model: Any, prunings: list[str], *, random: bool) -> dict[str, list[list[float]]]:
         """Our loops, the ways of pruning in turns, the best of the rounds. random: see `_forced`."""
@@ -121,47 +161,65 @@ class Bench:
         return int(limits.sum())
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[Cells, dict[str, int]]:
-    """Every variant of a model, and the bytes of its weights."""
-    bench, cells = Bench(options), Cells()
-    sizes: dict[str, int] = {}
-    folder, shares = options.model, None
+def prepared(options: argparse.Namespace, tokenizer: Any) -> dict[str, Path]:
+    """The folders of our models, made where they are not there yet."""
+    folder = options.model
     if options.large:
-        trained = load(str(options.model))
-        with counted(trained) as shares:
-            bench._free(trained, list(range(50)), 1, "compact")
         folder = options.work / f"nllb-{options.experts}-{options.layers}"
         if not folder.exists():
-            write_nllb(folder, bench.tokenizer, experts=options.experts, layers=options.layers)
-    folders = {name: packed_at(folder, name, options.work, quickly=options.large) for name in options.recipes}
+            write_nllb(folder, tokenizer, experts=options.experts, layers=options.layers)
+    packed = {name: packed_at(folder, name, options.work, quickly=options.large) for name in options.recipes}
+    return {ORIGINAL: folder, **packed}
+
+
+def measure(options: argparse.Namespace, arguments: Sequence[str], say: Callable[[str], None]) -> Found:
+    """Every variant, each model in a process of its own. arguments: those that this script was called with."""
+    bench, found = Bench(options), Found()
+    folders = prepared(options, bench.tokenizer)
     if options.prepare:
-        return cells, sizes
+        return found
     if not options.large:
         for dtype, name in (("float32", "transformers fp32"), ("bfloat16", "transformers bf16")):
             say(name)
-            cells[name], sizes[name] = bench.transformers(dtype)
-    for name, path in {"16 bit": folder, **folders}.items():
-        model = load(str(path), dtype=torch.bfloat16)
-        size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        with routed_like(model, shares) if shares is not None else nullcontext():
-            say(name)
-            for suffix, found in bench.ours(model, options.prunings, random=options.large).items():
-                cells[name + suffix], sizes[name + suffix] = found, size
-        del model
-    return cells, sizes
+            bench.transformers(found, dtype, name)
+        bench.ctranslate2(found, say)
+    for name in folders:
+        say(name)
+        made = in_a_process("benchmarks.speed.translate", *arguments, "--one", name)
+        for suffix, cells in made["cells"].items():
+            found.add(name + suffix, cells, made["bytes"], made["peak"])
+    return found
 
 
-def speeds(options: argparse.Namespace, cells: Cells, sizes: Mapping[str, int]) -> str:
+def measure_one(options: argparse.Namespace) -> dict[str, Any]:
+    """One of our models, by pruning."""
+    bench = Bench(options)
+    shares = None
+    if options.large:
+        with counted(trained := load(str(options.model))) as shares:
+            bench._free(trained, list(range(50)), 1, "compact")
+        del trained
+    model = load(str(prepared(options, bench.tokenizer)[options.one]), dtype=torch.bfloat16)
+    with routed_like(model, shares) if shares is not None else nullcontext():
+        cells = bench.ours(model, options.prunings, random=options.large)
+    size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"cells": cells, "bytes": size, "peak": peak}
+
+
+def speeds(options: argparse.Namespace, measured: Found) -> str:
     """Tokens, and sentences, per second: a table for each number of beams."""
     parts = []
     columns = len(options.batches)
     for at, beams in enumerate(options.beams):
         rows = []
-        for name, found in cells.items():
+        for name, found in measured.cells.items():
             row = found[at * columns : (at + 1) * columns]
             speed = [f"{tokens / s:,.0f} ({count / s:.1f})" for s, tokens, count in row]
-            rows.append([name, f"{sizes[name] / 1e6:,.0f}", *speed])
-        header = ["tokens/s (sentences/s)", "weights, MB", *(f"batch {size}" for size in options.batches)]
+            memory = [f"{n / 1e6:,.0f}" for n in (measured.bytes[name], measured.peak[name])]
+            rows.append([name, *memory, *speed])
+        sizes = [f"batch {size}" for size in options.batches]
+        header = ["tokens/s (sentences/s)", "weights, MB", "peak, MB", *sizes]
         parts += [f"Beams {beams}:\n\n{table(header, rows)}"]
     return "\n\n".join(parts)
 
@@ -192,25 +250,28 @@ def main() -> None:
     options.add_argument("--price", type=float, help="of an hour of this machine: also print Table 4")
     options.add_argument("--from", dest="measured", type=Path, help="cells measured before, as JSON")
     options.add_argument("--threads", type=int, help="default: torch's")
+    options.add_argument("--one", choices=(ORIGINAL, *RECIPES), help=argparse.SUPPRESS)
     add_work(options)
     add_page(options, "translate-speed")
     add_output(options)
     chosen = options.parse_args()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
-    sizes: dict[str, int] = {}
+    found = Found()
     if chosen.measured:
-        cells = json.loads(chosen.measured.read_text())["cells"]
-        report = costs(chosen.price or 1.0, cells)
+        report = costs(chosen.price or 1.0, json.loads(chosen.measured.read_text())["cells"])
+    elif chosen.model is None:
+        options.error("give MODEL, or --from FILE")
+    elif chosen.one:
+        print(json.dumps(measure_one(chosen)))
+        return
     else:
-        if chosen.model is None:
-            options.error("give MODEL, or --from FILE")
-        cells, sizes = measure(chosen, lambda name: print(name, file=sys.stderr, flush=True))
-        report = speeds(chosen, cells, sizes) if cells else "prepared"
-        if chosen.price and cells:
-            report += f"\n\n{costs(chosen.price, cells)}"
+        found = measure(chosen, sys.argv[1:], lambda name: print(name, file=sys.stderr, flush=True))
+        report = speeds(chosen, found) if found.cells else "prepared"
+        if chosen.price and found.cells:
+            report += f"\n\n{costs(chosen.price, found.cells)}"
     marker = "translate-speed-large" if chosen.large else "translate-speed"
-    publish(report, {"cells": cells, "bytes": sizes}, page=chosen.page, marker=marker, output=chosen.output)
+    publish(report, asdict(found), page=chosen.page, marker=marker, output=chosen.output)
 
 
 if __name__ == "__main__":

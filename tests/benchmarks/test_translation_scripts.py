@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.translators import build, nllb, save, switch
 
+from benchmarks.lib import dense_ctranslate2
 from benchmarks.lib.translating import counted, decoder_experts, routed_like, spread_batches
 from benchmarks.quality import translation
 from benchmarks.speed import translate
@@ -39,6 +40,8 @@ def test_speed(run: Any, tmp_path: Path) -> None:
         translate, "--batches", 1, 3, "--beams", 1, 2, "--sentences", 3, "--recipes", "int4", "--price", 2
     )
     assert list(found["cells"])[:2] == ["transformers fp32", "transformers bf16"]
+    assert all(100e6 < found["peak"][name] < 4e9 for name in found["cells"])
+    assert "peak, MB" in out
     assert {len(cells) for cells in found["cells"].values()} == {4}
     whole, pruned, masked = (
         [tokens for _, tokens, _ in found["cells"][f"int4{s}"]] for s in translate.PRUNINGS
@@ -52,10 +55,28 @@ def test_speed(run: Any, tmp_path: Path) -> None:
     assert f"{2 / (best * 3600) * 1e6:.4f}" in again
 
 
-def test_quality(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translation, "recipes", lambda: {"int8-experts": PRESETS["int8-experts"]})
-    out, found = run(translation, "--beams", 1, 2)
-    assert set(found) == {"16 bit", "int8-experts"}
+def test_without_ctranslate2(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    found = translate.Found()
+    monkeypatch.setattr(translate, "installed", lambda: False)
+    translate.Bench.ctranslate2(None, found, said.append)  # type: ignore[arg-type]
+    assert said == ["ctranslate2: is not installed, left out (pip install ctranslate2)"]
+    assert not found.cells
+
+
+@pytest.mark.skipif(not dense_ctranslate2.installed(), reason="ctranslate2 is not installed")
+def test_a_dense_model_in_ctranslate2(run: Any) -> None:
+    _, found = run(translate, "--batches", 1, 3, "--beams", 2, "--sentences", 3, "--recipes", "int4")
+    for name in ("CTranslate2, dense, fp32", "CTranslate2, dense, int8"):
+        assert [count for *_, count in found["cells"][name]] == [3, 3]
+
+
+def test_quality(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("int8-experts", "gptq3")
+    monkeypatch.setattr(translation, "recipes", lambda: {name: PRESETS[name] for name in names})
+    pairs = tmp_path / "pairs"
+    out, found = run(translation, "--beams", 1, 2, "--calibration", pairs, pairs)
+    assert list(found) == ["16 bit", *names]
     assert found["int8-experts"]["bytes"] < found["16 bit"]["bytes"]
     assert "chrF" in out
 
