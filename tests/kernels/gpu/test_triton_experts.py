@@ -148,6 +148,23 @@ def test_many_tokens_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare(make(3), index, replace(DOT, block_n=64)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("most", [5, 32768])
+def test_a_call_in_several_has_the_bits_of_one(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Its memory is filled with NaN: nothing may come of slots that a part does not compute."""
+    real = triton_experts.scratch
+    monkeypatch.setattr(triton_experts, "scratch", lambda *sizes: real(*sizes).fill_(torch.nan))
+    monkeypatch.setattr(triton_experts, "MOST_SLOTS", most)
+    index = torch.tensor([[0, 1], [3, 2], [2, 0], [4, 2], [1, -1], [3, 0]])
+    x, share = torch.randn(6, H), torch.rand(6, 2)
+    layer = gpu_layer(make(4))
+    parts = ops.experts_in_parts(x, index, share, layer)
+    for group in ([0, 1], [2], [3]):
+        parts.add(index.where(torch.isin(index, torch.tensor(group)), 4))
+    whole = ops.experts(x, index, share, layer)
+    assert bool(whole.isfinite().all())
+    assert torch.equal(parts.result(), whole)
+
+
 @pytest.mark.parametrize("tokens", [2, 150])
 @pytest.mark.parametrize("experts", [1, 5, 8])
 def test_routing_is_a_stable_sort(tokens: int, experts: int) -> None:
