@@ -6,6 +6,7 @@ scoring are checked through lm_eval's task objects: a random model scores the sa
 
 import csv
 import json
+import logging
 import math
 import socket
 import sys
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 pytest.importorskip("lm_eval", reason='lm_eval is not installed: pip install "trilobite[eval]"')
 
 from trilobite.errors import EvaluationError, MissingExtraError
+from trilobite.evaluate import tasks as tasks_module
 from trilobite.evaluate.tasks import TASK_FILES, TASKS, load_tasks, run_tasks
 
 ITEMS = 6
@@ -333,3 +335,16 @@ def test_the_real_files():
         "wikitext2": 62,
         "winogrande": 1267,
     }
+
+
+def test_attempts_to_reach_the_network_are_not_printed(monkeypatch, caplog):
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    monkeypatch.setattr(tasks_module, "_load", lambda *_, **__: logger.warning("Retrying in 1s [Retry 1/5]."))
+    logger.addHandler(caplog.handler)
+    try:
+        load_tasks(["piqa"], data=None)
+        assert not caplog.records
+        logger.warning("others still see it")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert len(caplog.records) == 1

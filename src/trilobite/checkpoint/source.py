@@ -188,7 +188,7 @@ class Source:
             )
 
 
-def open_source(path_or_id: str, *, revision: str | None = None) -> Source:
+def open_source(path_or_id: str | Path, *, revision: str | None = None) -> Source:
     """Open a checkpoint: a folder, or a hub id such as `mistralai/Mixtral-8x7B-v0.1` (downloaded if need be).
 
     Raises CheckpointError when it is missing, incomplete, corrupt, or made of pickles.
@@ -197,7 +197,7 @@ def open_source(path_or_id: str, *, revision: str | None = None) -> Source:
     if path.is_file():
         raise CheckpointError(f"{path}: a file; expected the folder of a checkpoint: pass {path.parent}")
     if not path.is_dir():
-        path = download(path_or_id, revision, COMPANIONS)
+        path = download(str(path_or_id), revision, COMPANIONS)
     elif revision is not None:
         raise CheckpointError(f"{path}: a folder; --revision goes with a hub id: leave it out")
     check_regular(path)

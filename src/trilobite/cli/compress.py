@@ -141,7 +141,7 @@ def compress(
 def _print_result(dst: Path, result: "Result", json: bool) -> None:
     from trilobite.checkpoint.packed import read_report
     from trilobite.checkpoint.summary import bytes_on_disk
-    from trilobite.quantize.plan.report import report, scarce, slowest
+    from trilobite.quantize.plan.report import faint, report, scarce, slowest
 
     tensors = read_report(dst)["tensors"]
     made = report(tensors, bytes_on_disk=bytes_on_disk(dst))
@@ -156,6 +156,8 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
             extra["few_tokens"] = [
                 dict(zip(("module", "matrices", "tokens", "own"), r, strict=True)) for r in few
             ]
+        if lost := faint(tensors):
+            extra["underflow"] = lost
         extra |= {"seconds": round(result.seconds, 3), "fresh": result.fresh, "slowest": dict(slow)}
         print_json(made.to_dict() | extra)
         return
@@ -164,6 +166,11 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
     print_report(made, f"{dst}, recipe {result.plan.recipe.name}")
     print_kept(made)
     _print_scarce(tensors)
+    if lost := faint(tensors):
+        note(
+            f"{len(lost)} matrices are stored as zeros, first {lost[0]}: their weights are below what fp16 scales hold; "
+            "where they matter, give them a format with fp32 scales (-dq) by a rule, or keep them in 16 bit"
+        )
     if slow:
         print_table(("slowest tensors", "seconds"), [(name, number(s, 2)) for name, s in slow])
     print(f"{count(made.parameters)} parameters in {size(made.bytes_on_disk or 0)}, ", end="")

@@ -30,6 +30,8 @@ TASKS = tuple(sorted(path.stem for path in TASK_FILES.glob("*.yaml")))
 
 FEWSHOT = {"mmlu": SHOTS, "triviaqa": SHOTS}
 ONLINE_NAMES = {"wikitext2": "wikitext"}
+TALKERS = ("lm_eval", "datasets", "huggingface_hub")
+"""Loggers with notes on what is registered, and on every attempt to reach the network."""
 SEED = 1234
 """lm_eval's own default for the choice of few-shot examples."""
 BOOTSTRAP_ITERATIONS = 1000
@@ -147,18 +149,19 @@ def _numbers(name: str, metrics: dict[str, Any], items: int) -> dict[str, float]
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep lm_eval's notes out of the output: standard output carries only the caller's result.
+    """Keep notes of lm_eval and of what it loads data with off the screen; standard output is the caller's alone.
 
     Its bootstrap would also fork one process per core, each a copy of a process that holds the model.
     """
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    levels = {logger: logger.level for logger in map(logging.getLogger, TALKERS)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with redirect_stdout(sys.stderr), patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}), _bars():
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 @contextmanager

@@ -49,6 +49,8 @@ def remedies(row: Row) -> tuple[str, ...]:
     n, k = row["shape"]
     fmt, method, rank = parse_format(row["format"]), row.get("method", ""), row.get("rank", 0)
     free, paid = [], []
+    if row.get("underflow") and isinstance(fmt, Format):
+        free.append(f"{replace(fmt, double_quant=True)}: its weights are below what fp16 scales hold")
     if "tokens" in row and float(row.get("own", 1.0 if row["tokens"] else 0.0)) < FEW:
         free.append(f"its expert saw {row['tokens']} calibration tokens: more or other text, --samples")
     if method in ("rtn", "hqq"):

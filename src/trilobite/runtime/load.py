@@ -19,7 +19,14 @@ from trilobite.checkpoint.packed import REPORT, check_finished, check_version, r
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.checkpoint.unpack import UNPACKABLE, quantization_of
 from trilobite.checkpoint.verify import check_intact
-from trilobite.errors import CheckpointError, DeviceError, OffloadError, TrilobiteError, one_line
+from trilobite.errors import (
+    CheckpointError,
+    DeviceError,
+    OffloadError,
+    SettingError,
+    TrilobiteError,
+    one_line,
+)
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.quiet import quiet
@@ -34,7 +41,7 @@ EXPERT_PART = re.compile(r"(.*\.experts)\.(?:expert_)?\d+\..*\.weight_")
 
 
 def load(
-    path_or_id: str,
+    path_or_id: str | Path,
     *,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
@@ -57,9 +64,10 @@ def load(
     gpu_memory: run on a GPU in so much of its memory, experts streaming from the host's: bytes, "10GiB", or a
     `GpuMemory`; memory bounds the host's beneath
     verify: read a packed checkpoint whole first, and compare it with its checksums
-    Raises CheckpointError, FormatVersionError, ArchitectureError, SettingError; where memory ends, DeviceError or
-    OffloadError.
+    Raises CheckpointError, FormatVersionError, ArchitectureError, SettingError; where there is no such device or memory
+    ends, DeviceError or OffloadError.
     """
+    _check_device(device)
     settings = CpuSettings(activations, threads)
     if memory not in (None, AUTO) and device != "cpu" and gpu_memory is None:
         raise OffloadError(f"memory={memory!r} goes with device='cpu' or with gpu_memory, not {device!r}")
@@ -155,6 +163,19 @@ def _from_tensors(
         ) from e
 
 
+def _check_device(device: str) -> None:
+    """Raise SettingError for what is no device, DeviceError for a GPU that is not there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise SettingError(f"device {device!r}: expected cpu, cuda, or cuda:N") from e
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"device {device!r}: torch sees {torch.cuda.device_count()} GPUs here; use device='cpu', or install a "
+            "CUDA build of torch"
+        )
+
+
 def _to_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
     """Move a model. Raises DeviceError saying how much it needs where memory does not suffice."""
     needed = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
@@ -169,7 +190,7 @@ def _to_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
         ) from e
 
 
-def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside a checkpoint. Raises CheckpointError when there is none."""
     return read_tokenizer(open_source(path_or_id).path)
 

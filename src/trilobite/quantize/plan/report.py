@@ -147,6 +147,14 @@ def scarce(rows: Rows) -> list[tuple[str, str, int, float]]:
     return sorted(table, key=lambda row: (row[2], row[0]))
 
 
+def faint(rows: Rows) -> list[str]:
+    """Names of the matrices that are stored as zeros, or nearly, since fp16 scales do not reach down to their weights.
+
+    rows: of trilobite.json
+    """
+    return [str(row["name"]) for row in rows if row.get("underflow")]
+
+
 PARTS = ("codes", "scales", "signs", "compensator", "padding")
 """Where the bytes of a packed matrix go."""
 

@@ -22,7 +22,7 @@ from trilobite.quantize.run.lines import Work
 from trilobite.quantize.run.metadata import packed_config, packed_report, times_json
 from trilobite.quantize.run.options import Options, pick_device
 from trilobite.quantize.watcher import SILENT, Watcher
-from trilobite.recipe import Recipe, needs_calibration
+from trilobite.recipe import Recipe, load_recipe, needs_calibration
 
 if TYPE_CHECKING:
     from trilobite.quantize.run.calibrated import Calibrator
@@ -70,9 +70,9 @@ def prepare(
 
 
 def compress(
-    src: str,
-    dst: Path,
-    recipe: Recipe,
+    src: str | Path,
+    dst: str | Path,
+    recipe: str | Recipe,
     *,
     frequency: Mapping[str, Sequence[int]] | None = None,
     keep_unmatched: bool = False,
@@ -81,14 +81,17 @@ def compress(
 ) -> Result:
     """Compress the checkpoint `src` (folder or hub id) into the folder `dst`.
 
+    recipe: what `load_recipe` gives, or the name or file that it takes
     calibration: what recipes with a calibrated method (gptq) measure activations on; others take none.
     Killed at any moment, the same call continues and ends with the same bytes. Raises TrilobiteError subclasses;
     KeyboardInterrupt leaves a resumable state.
     """
-    options = options or Options()
+    src, dst, options = str(src), Path(dst), options or Options()
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     device = pick_device(options.device)
     started = time.monotonic()
     source = open_source(src)
+    options.watcher.progress("read", 0, 1)
     calibrator = _open_calibration(source, recipe, calibration)
     identity = run_identity(
         source,

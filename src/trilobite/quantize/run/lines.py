@@ -36,6 +36,10 @@ if TYPE_CHECKING:  # brings transformers along
 SLACK = 400 * 2**20
 """Memory for matrices in work beyond twice the largest one; the rest of the promised gigabyte is Python and torch."""
 
+FAINT, LOST = 1e-5, 0.7
+"""Where all weights of a matrix are below the one, scales in fp16 hold few bits or none; its relative error is above the
+other where they hold none."""
+
 KnownHessian = tuple[Tensor, Mapping[str, Any]]
 """The Hessian of a matrix's inputs, [K, K] fp32, and what the report says of it."""
 
@@ -160,6 +164,8 @@ def quantize_line(
         record["iterations"] = len(quantized.errors)
         record["errors"] = [float(f"{e:.4g}") for e in quantized.errors]
     record["error"] = float(f"{quantized.error:.6g}")
+    if quantized.error > LOST and float(w.abs().amax()) < FAINT:
+        record["underflow"] = True
     if quantized.proxy is not None:
         record["proxy"] = float(f"{quantized.proxy:.6g}")
     return quantized.weight, record
