@@ -16,6 +16,7 @@ QuantizeTile tile_at(const trilobite_quantize_args &a, int64_t band, int64_t g, 
   t.w = a.w + first;
   t.scale = a.scale + line;
   t.offset = a.offset ? a.offset + line : nullptr;
+  t.weight = a.weight ? a.weight + g * a.group : nullptr;
   t.original = a.original ? a.original + first : nullptr;
   t.values = a.values ? a.values + first : nullptr;
   t.packed = a.packed ? a.packed + (band * groups + g) * tile : nullptr;

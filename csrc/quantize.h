@@ -10,6 +10,7 @@ enum { QUANTIZE_RTN = 0, QUANTIZE_SEARCH = 1, QUANTIZE_HQQ = 2 };
 struct QuantizeTile {
   const float *w;         // [rows, ld], the first column of the group
   float *scale, *offset;  // [rows] at stride line_ld: the line found, before fp16
+  const float *weight;    // [group] of mean 1: of the columns' errors in a search, or NULL: all 1
   const float *original;  // [rows, ld] or NULL
   float *values;          // [rows, ld] or NULL: what is stored, taken from `original` where given
   uint8_t *packed;        // the tile, or NULL

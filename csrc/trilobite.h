@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 6
+#define TRILOBITE_ABI 7
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -112,6 +112,7 @@ TRILOBITE_API double trilobite_peak_macs(int64_t digits, int64_t threads);
 typedef struct {
   const float *w;
   float *scale, *offset;  // [rows, k / group]: the lines found; offset NULL when symmetric
+  const float *weight;    // [k]: of the columns' errors in a search, of mean 1 in every group; or NULL
   const float *original;  // [rows, k]: with it, `values` gets original - what is stored; or NULL
   float *values;          // [rows, k] what is stored, or NULL
   uint8_t *packed;        // tiles [ceil(rows / 16), k / group, ..] or NULL

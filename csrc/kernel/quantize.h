@@ -46,9 +46,17 @@ static inline Lanes power_p_minus_1(Lanes x) {
 struct QuantizeLine { Lanes scale, offset; };
 
 struct QuantizeGroup {
-  const Lanes *w;  // [columns], one row a lane
+  const Lanes *w;       // [columns], one row a lane
+  const float *weight;  // [columns] of mean 1, or NULL
   int columns, bits;
   bool symmetric;
+
+  float weight_of(int i) const { return weight ? weight[i] : 1.0f; }
+  float least_weight() const {
+    float least = 1.0f;
+    for (int i = 0; weight && i < columns; i++) least = weight[i] < least ? weight[i] : least;
+    return least;
+  }
 
   float top() const { return symmetric ? (float)((1 << (bits - 1)) - 1) : (float)((1 << bits) - 1); }
   float bottom() const { return symmetric ? -(float)(1 << (bits - 1)) : 0.0f; }
@@ -68,8 +76,9 @@ static QuantizeLine fit_rtn(const QuantizeGroup &g) {
   return {(high - low) / g.top(), low};
 }
 
-// One pass: squared error of `line`, and the line that fits the codes it gives best.
-static inline QuantizeLine refit(const QuantizeGroup &g, const QuantizeLine &line, Lanes *error) {
+// One pass: squared error of `line`, columns weighted, and the line that fits the codes it gives best. The spread of
+// codes that are not all the same is almost `least` or more.
+static inline QuantizeLine refit(const QuantizeGroup &g, const QuantizeLine &line, float least, Lanes *error) {
   const Lanes inverse = reciprocal(line.scale);
   // Codes are counted from the middle, which keeps the sums small.
   const float middle = g.symmetric ? 0.0f : 0.5f * g.top();
@@ -77,20 +86,21 @@ static inline QuantizeLine refit(const QuantizeGroup &g, const QuantizeLine &lin
   for (int i = 0; i < g.columns; i++) {
     const Lanes code = nearest_code(g, g.w[i], line, inverse);
     const Lanes residual = (g.w[i] - line.offset) - code * line.scale;
-    squares += residual * residual;
-    const Lanes q = code - middle;
-    q1 += q;
-    q2 += q * q;
-    qw += q * g.w[i];
-    w1 += g.w[i];
+    const float weight = g.weight_of(i);
+    squares += weight * residual * residual;
+    const Lanes q = code - middle, weighted = weight * q;
+    q1 += weighted;
+    q2 += weighted * q;
+    qw += weighted * g.w[i];
+    w1 += weight * g.w[i];
   }
   *error = squares;
   if (g.symmetric) return {choose(q2 > all(0), qw / at_least(q2, all(1e-30f)), line.scale), all(0)};
   const float n = (float)g.columns;
   const Lanes mean_q = q1 / n, mean_w = w1 / n;
   const Lanes spread = q2 - q1 * mean_q, covariance = qw - q1 * mean_w;
-  // Of codes that are not all the same the spread is almost 1 or more.
-  const Lanes scale = choose(spread > all(0.5f), covariance / at_least(spread, all(0.5f)), line.scale);
+  const Lanes low = all(0.5f * least);
+  const Lanes scale = choose(spread > low, covariance / at_least(spread, low), line.scale);
   return {scale, mean_w - scale * (mean_q + middle)};
 }
 
@@ -100,6 +110,7 @@ static QuantizeLine fit_search(const QuantizeGroup &g, int steps) {
   const QuantizeLine range = fit_rtn(g);
   QuantizeLine best = range;
   Lanes least = all(__builtin_inff());
+  const float least_weight = g.least_weight();
   for (int s = 0; s < starts; s++) {
     QuantizeLine line = range;
     const float factor = shrinks[g.bits][s];
@@ -110,7 +121,7 @@ static QuantizeLine fit_search(const QuantizeGroup &g, int steps) {
     }
     for (int step = 0; step <= steps; step++) {
       Lanes error;
-      const QuantizeLine next = refit(g, line, &error);
+      const QuantizeLine next = refit(g, line, least_weight, &error);
       const Bits better = error < least;
       least = choose(better, error, least);
       best.scale = choose(better, line.scale, best.scale);
@@ -254,7 +265,7 @@ static void round_tile(const QuantizeGroup &g, const QuantizeLine &grid, uint8_t
 static void quantize_tile(const QuantizeTile &t) {
   Lanes *columns = (Lanes *)t.scratch;
   load_columns(t, columns);
-  const QuantizeGroup g{columns, t.group, t.bits, t.symmetric};
+  const QuantizeGroup g{columns, t.weight, t.group, t.bits, t.symmetric};
   QuantizeLine line;
   if (t.method == QUANTIZE_SEARCH) line = fit_search(g, t.steps);
   else if (t.method == QUANTIZE_HQQ) line = fit_hqq(g);

@@ -25,6 +25,7 @@ from benchmarks.quality import (
     proxy_bound,
     recipes,
     row_loss,
+    scales,
 )
 from benchmarks.speed import calibrated_cost, offload_gpu
 from benchmarks.speed import compress as speed_of_compress
@@ -80,6 +81,14 @@ def test_recipes_without_data(run: Any, model: Path, text: Path, work: Path) -> 
     options = ["--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work]
     found = run(recipes, model, *options, "--recipes", "rtn3", "search3")
     assert [row["name"] for row in found["rows"]][-2:] == ["rtn3", "search3"]
+
+
+def test_scales(run: Any, model: Path, text: Path, work: Path) -> None:
+    options = ["--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work]
+    names = ["search3", "search3 columns", "search3 importance", "search3 both"]
+    found = run(scales, model, *options, "--recipes", *names)
+    assert list(found["kl"]) == names
+    assert len({round(kl["tiny"], 12) for kl in found["kl"].values()}) == 4
 
 
 def test_recipes_with_a_text_and_what_stands_upon_them(run: Any, model: Path, text: Path, work: Path) -> None:

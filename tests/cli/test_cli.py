@@ -88,18 +88,23 @@ def test_options_change_the_recipe(run: Run, original: Path) -> None:
         *options,
         "--iterations",
         3,
+        "--columns",
+        "sinkhorn",
+        "--importance",
+        "text",
         "--keep",
         "head",
         "--keep",
         "expert",
         "--json",
     ).json
-    assert data["recipe"]["name"] == "rtn3+rank+compensator+iterations+method+group+keep"
-    assert data["recipe"]["iterations"] == 3
+    assert data["recipe"]["name"] == "rtn3+rank+compensator+iterations+columns+importance+method+group+keep"
+    assert (data["recipe"]["iterations"], data["recipe"]["columns"]) == (3, "sinkhorn")
+    assert data["recipe"]["importance"] == "text"
     rows = {row["name"]: row for row in data["tensors"]}
     attention = rows["model.layers.0.self_attn.q_proj.weight"]
     assert (attention["format"], attention["method"], attention["rank"]) == ("int3-g32", "hqq", 2)
-    assert attention["compensator"] == "int8"
+    assert (attention["compensator"], attention["columns"]) == ("int8", "sinkhorn")
     assert rows["lm_head.weight"]["kept"] == "kept by the recipe"
     assert {row["kept"] for row in data["tensors"] if row["role"] == "expert"} == {"kept by the recipe"}
 

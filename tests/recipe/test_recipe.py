@@ -10,8 +10,10 @@ from trilobite.errors import RecipeError
 from trilobite.recipe import (
     BODY_ROLES,
     CODEBOOKS,
+    COLUMNS,
     COMPENSATORS,
     DENSE_ROLES,
+    IMPORTANCES,
     METHODS,
     MILO_RANKS,
     PRESETS,
@@ -76,6 +78,8 @@ recipes = st.builds(
     compensator=st.sampled_from(tuple(COMPENSATORS)),
     iterations=st.integers(1, 40),
     cap=st.booleans(),
+    columns=st.sampled_from(COLUMNS),
+    importance=st.sampled_from(IMPORTANCES),
     roles=st.sampled_from(((), (("*.foo", Role.EXPERT), ("*.bar", Role.NORM)))),
 )
 
@@ -216,6 +220,8 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "iterations": (GOOD | {"iterations": 0}, ["iterations 0", "at least 1"]),
     "iterations as text": (GOOD | {"iterations": "20"}, ["iterations '20'", "integer"]),
     "iterations as truth": (GOOD | {"iterations": True}, ["iterations True", "an integer"]),
+    "columns": (GOOD | {"columns": "sinq"}, ["columns 'sinq'", "none, sinkhorn"]),
+    "importance": (GOOD | {"importance": "self"}, ["importance 'self'", "none, builtin, text"]),
     "cap as text": (GOOD | {"cap": "false"}, ["cap 'false'", "true or false"]),
     "compensator as list": (GOOD | {"compensator": ["int3"]}, ["compensator ['int3']", "text"]),
     "policy": (GOOD | {"rank": "dens-512"}, ["'dens-512'", "dense-r", "for example"]),

@@ -220,10 +220,15 @@ def identify(
 
 
 def read_matrix(source: Source, matrix: Matrix) -> Tensor:
-    """The matrix [N, K], contiguous, in its source dtype; fp8 and MXFP4 become bf16.
+    """The matrix [N, K], contiguous, in its source dtype; fp8 and MXFP4 become bf16, what is rescaled fp32.
 
     Kept tensors come as they are. Of a fused tensor only one expert's bytes are read.
     """
+    w = _original(source, matrix)
+    return w if source.rescaling is None else source.rescaling.apply(matrix.name, w)
+
+
+def _original(source: Source, matrix: Matrix) -> Tensor:
     view = matrix.view
     w = _read(source, matrix.source, view.expert)
     if view.scale:
@@ -234,6 +239,12 @@ def read_matrix(source: Source, matrix: Matrix) -> Tensor:
             # Halving first spares the work on the other half.
             return dequantize_mxfp4(_half(w, view), _half(scale, view))
     return _half(w.mT if view.transposed else w, view).contiguous()
+
+
+def cut(w: Tensor, view: View) -> Tensor:
+    """A matrix [N, K] as a view of the whole tensor that holds it."""
+    part = w if view.expert is None else w[view.expert]
+    return _half(part.mT if view.transposed else part, view)
 
 
 def _read(source: Source, name: str, expert: int | None) -> Tensor:

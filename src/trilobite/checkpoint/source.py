@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -88,14 +88,31 @@ class _File:
     rows: dict[str, int] | None
 
 
+class Rescaling(Protocol):
+    """Factors on rows and columns that leave what the model computes as it is.
+
+    identity: tells one from another    columns: names of the matrices whose columns are divided
+    """
+
+    identity: str
+    columns: frozenset[str]
+
+    def apply(self, name: str, w: Tensor) -> Tensor:
+        """A matrix by its name, or a whole tensor by its name on disk, in fp32 where it changes."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, opened: its config.json and a directory of its tensors. Make one with `open_source`."""
+    """A checkpoint, opened: its config.json and a directory of its tensors. Make one with `open_source`.
+
+    rescaling: of what is read as a matrix (`roles.read_matrix`); raw tensors are as on disk
+    """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     files: dict[Path, _File]
+    rescaling: Rescaling | None = None
 
     @property
     def rows(self) -> dict[str, int] | None:
@@ -127,12 +144,14 @@ class Source:
         return self.tensors[name]
 
     def fingerprint(self) -> str:
-        """A hash that changes when config.json, the tensor directory or (very likely) the weights change.
+        """A hash that changes when config.json, the tensor directory, rescaling or (very likely) the weights change.
 
         Of each file it reads the header and eight slices of 64 KiB: seconds for 1 TB. One edited weight
         between the slices stays unnoticed; another training step, fine-tune or revision does not.
         """
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        if self.rescaling is not None:
+            digest.update(self.rescaling.identity.encode())
         for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
         for path, file in sorted(self.files.items()):

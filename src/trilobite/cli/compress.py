@@ -21,12 +21,14 @@ from trilobite.cli.console import (
 from trilobite.cli.options import (
     CalibrationMemoryOption,
     CalibrationOption,
+    ColumnsOption,
     CompensatorOption,
     ContextOption,
     DeviceOption,
     FinetuneOption,
     GroupOption,
     HessiansOption,
+    ImportanceOption,
     IterationsOption,
     JsonOption,
     KeepOption,
@@ -78,6 +80,8 @@ def compress(
     method: MethodOption = None,
     compensator: CompensatorOption = None,
     iterations: IterationsOption = None,
+    columns: ColumnsOption = None,
+    importance: ImportanceOption = None,
     stats: StatsOption = None,
     calibration: CalibrationOption = None,
     target: TargetTextOption = None,
@@ -103,7 +107,9 @@ def compress(
     \b
     Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-gptq -r gptq3 --calibration wiki.txt
     """
-    chosen = chosen_recipe(recipe, keep, group_size, rank, method, compensator, iterations)
+    chosen = chosen_recipe(
+        recipe, keep, group_size, rank, method, compensator, iterations, columns, importance
+    )
     ground = chosen_calibration(
         calibration,
         save_hessians,
@@ -122,7 +128,7 @@ def compress(
     folder = open_source(
         src, revision=revision
     ).path  # downloaded before our bars come: it has bars of its own
-    with quiet() if ground else nullcontext(), Progress() as bars:
+    with quiet() if ground or chosen.importance != "none" else nullcontext(), Progress() as bars:
         progress = CompressProgress(bars)
         tell_state(progress.state)
         result = run(
@@ -201,6 +207,8 @@ def plan(
     method: MethodOption = None,
     compensator: CompensatorOption = None,
     iterations: IterationsOption = None,
+    columns: ColumnsOption = None,
+    importance: ImportanceOption = None,
     stats: StatsOption = None,
     keep_unmatched: UnmatchedOption = False,
     revision: RevisionOption = None,
@@ -213,14 +221,18 @@ def plan(
     \b
     Example: trilobite plan mistralai/Mixtral-8x7B-v0.1 --recipe milo-s1 --group-size 128
     """
-    chosen = chosen_recipe(recipe, keep, group_size, rank, method, compensator, iterations)
+    chosen = chosen_recipe(
+        recipe, keep, group_size, rank, method, compensator, iterations, columns, importance
+    )
     from trilobite.checkpoint.source import open_source
+    from trilobite.quantize.columns.choose import with_column_scales
     from trilobite.quantize.plan.plan import plan_json
     from trilobite.quantize.plan.report import report
     from trilobite.quantize.run.compress import prepare
     from trilobite.quantize.watcher import Watcher
 
     source = open_source(src, revision=revision)
+    source = with_column_scales(source, chosen, keep_unmatched=keep_unmatched)
     with Progress() as bars:
         made = prepare(
             source,

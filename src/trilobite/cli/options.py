@@ -67,6 +67,23 @@ CompensatorOption = Annotated[
 IterationsOption = Annotated[
     int | None, typer.Option("--iterations", help="Most rounds of MiLo's alternation (20).", metavar="N")
 ]
+ColumnsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--columns",
+        help="Column scales, which norms and other matrices take over: sinkhorn, or none.",
+        metavar="HOW",
+    ),
+]
+ImportanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--importance",
+        help="Weigh errors by what enters each column (method search): on a `builtin` text, on the --calibration "
+        "`text`, or none.",
+        metavar="WHERE",
+    ),
+]
 StatsOption = Annotated[
     Path | None,
     typer.Option(
@@ -195,12 +212,20 @@ def chosen_recipe(
     method: str | None,
     compensator: str | None,
     iterations: int | None,
+    columns: str | None,
+    importance: str | None,
 ) -> Recipe:
     """The recipe with what the command line changes in it; what changed becomes part of its name."""
     recipe = load_recipe(name)
     if group_size is not None:
         recipe = recipe.with_group(group_size)
-    wanted = {"rank": rank, "compensator": compensator, "iterations": iterations}
+    wanted = {
+        "rank": rank,
+        "compensator": compensator,
+        "iterations": iterations,
+        "columns": columns,
+        "importance": importance,
+    }
     changes: dict[str, Any] = {key: value for key, value in wanted.items() if value is not None}
     data = recipe.to_dict() | changes
     if method is not None:

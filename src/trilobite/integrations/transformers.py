@@ -149,10 +149,15 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             return {name: (DTYPES[info.dtype], info.shape) for name, info in source.tensors.items()}
         recipe = self.quantization_config.recipe
         chosen = recipe_from_dict(recipe, "recipe") if isinstance(recipe, dict) else load_recipe(recipe)
-        if needs_calibration(chosen):
+        if needs_calibration(chosen) or chosen.importance != "none":
             raise RecipeError(
-                f"recipe {chosen.name}: needs a calibration text, which from_pretrained cannot take; run `trilobite "
-                "compress --calibration` and load what it makes"
+                f"recipe {chosen.name}: needs the model to run on a text, which from_pretrained cannot do; run "
+                "`trilobite compress` and load what it makes"
+            )
+        if chosen.columns != "none":
+            raise RecipeError(
+                f"recipe {chosen.name}: column scales change norms too, which from_pretrained loads as they are; run "
+                "`trilobite compress` and load what it makes, or choose `columns: none`"
             )
         self.plan = prepare(source, chosen, keep_unmatched=self.quantization_config.keep_unmatched)
         packed = [line for line in self.plan.lines if line.format is not None]

@@ -7,8 +7,10 @@ methods/     registry: METHODS[name](w, fmt, hessian=…, compensation=…) -> Q
              bands: of rows, by rtn, search or hqq    ldlq: lattice codes    gptq: feedback    hessian: what counts
              milo: codes and a low-rank compensator in turn (lowrank, compensator)
 plan/        plan, ranks: a recipe becomes a line for every tensor    report: what that comes to    statistics
+columns/     choose: the checkpoint with column scales    streams: who reads and writes a vector    find    rescaling
 calibrate/   windows: the text, cut    model, weights: the original model, block by block    stacked_experts
              loop, watch, routed: Hessians as it runs    protocols: who takes them    store: a folder that keeps them
+             builtin: a text of ours, for importance
 finetune/    train    part: a block as a function of what is trained    store
 
 Follow a Hessian: the text (calibrate/windows) -> the model's inputs, summed (calibrate/loop; of experts: routed) ->

@@ -6,6 +6,8 @@ that matches a tensor decides. It says nothing about one checkpoint; `quantize.p
     name: my-recipe
     rank: dense-h/8+kurtosis-16        # policies of Table 4 of MiLo; h = the hidden size
     compensator: int3                  # int3 | int8 | fp16
+    columns: sinkhorn                  # none | sinkhorn
+    importance: builtin                # none | builtin | text
     rules:
       - {roles: [head], format: int8-g64, method: search}
       - {names: "*.layers.0.*", format: int4-g64, method: search}
@@ -21,8 +23,10 @@ from trilobite.recipe.vocabulary import (
     BODY_ROLES,
     CALIBRATED_METHODS,
     CODEBOOKS,
+    COLUMNS,
     COMPENSATORS,
     DENSE_ROLES,
+    IMPORTANCES,
     METHODS,
     TRANSFORMS,
     AnyFormat,
@@ -39,9 +43,11 @@ __all__ = [
     "BODY_ROLES",
     "CALIBRATED_METHODS",
     "CODEBOOKS",
+    "COLUMNS",
     "COMPENSATORS",
     "DENSE_ROLES",
     "HEAD_RULE",
+    "IMPORTANCES",
     "METHODS",
     "MILO_RANKS",
     "PRESETS",

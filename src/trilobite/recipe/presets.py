@@ -1,5 +1,7 @@
 """The recipes that come with Trilobite."""
 
+from dataclasses import replace
+
 from trilobite.recipe.rules import Recipe, Rule
 from trilobite.recipe.vocabulary import BODY_ROLES, DENSE_ROLES, Format, Role, parse_format
 
@@ -10,6 +12,12 @@ HEAD_RULE = Rule(roles=(Role.HEAD,), format=Format(bits=8, group=64))
 def _preset(name: str, body: str, method: str, summary: str, *, rank: str = "") -> Recipe:
     rules = (Rule(roles=BODY_ROLES, format=parse_format(body), method=method), HEAD_RULE)
     return Recipe(name=name, rules=rules, rank=rank, summary=summary)
+
+
+def _fine(bits: int, summary: str) -> Recipe:
+    """Column scales, and errors weighed by what enters each column."""
+    plain = _preset(f"fine{bits}", f"int{bits}-g64", "search", summary)
+    return replace(plain, columns="sinkhorn", importance="builtin")
 
 
 def _published(name: str, summary: str) -> Recipe:
@@ -40,6 +48,9 @@ PRESETS: dict[str, Recipe] = {
         _preset("rtn3", "int3-g64", "rtn", "3-bit round to nearest: the baseline"),
         _preset("hqq3", "int3-g64", "hqq", "3-bit half-quadratic zero points: MiLo's baseline"),
         _preset("search3", "int3-g64", "search", "3-bit, scale and offset of least error per group"),
+        _fine(2, "2-bit with column scales, errors weighed by a text that comes along"),
+        _fine(3, "3-bit with column scales, errors weighed by a text that comes along"),
+        _fine(4, "4-bit with column scales, errors weighed by a text that comes along"),
         _preset("gptq2", "int2-g64", "gptq", "2-bit, errors fed back by a Hessian: needs --calibration"),
         _preset("gptq3", "int3-g64", "gptq", "3-bit, errors fed back by a Hessian: needs --calibration"),
         _preset("gptq4", "int4-g64", "gptq", "4-bit, errors fed back by a Hessian: needs --calibration"),

@@ -10,7 +10,15 @@ from trilobite.errors import RecipeError
 from trilobite.recipe.policies import MILO_RANKS, parse_policies, parse_rank
 from trilobite.recipe.presets import PRESETS
 from trilobite.recipe.rules import Recipe, Rule
-from trilobite.recipe.vocabulary import COMPENSATORS, METHODS, check_method, parse_format, parse_role
+from trilobite.recipe.vocabulary import (
+    COLUMNS,
+    COMPENSATORS,
+    IMPORTANCES,
+    METHODS,
+    check_method,
+    parse_format,
+    parse_role,
+)
 
 T = TypeVar("T")
 KINDS = {str: "text", int: "an integer", bool: "true or false"}
@@ -23,11 +31,24 @@ def recipe_from_dict(data: Any, name: str) -> Recipe:
             f"recipe {name}: expected a mapping with a non-empty list 'rules' (docs/recipes.md)"
         )
     where = f"recipe {name}"
-    known = {"name", "rank", "compensator", "iterations", "cap", "roles", "rules", "summary"}
+    known = {
+        "name",
+        "rank",
+        "compensator",
+        "iterations",
+        "cap",
+        "columns",
+        "importance",
+        "roles",
+        "rules",
+        "summary",
+    }
     _reject_unknown(data, known, where)
     compensator = _get(data, "compensator", str, "int3", where)
     if compensator not in COMPENSATORS:
         raise RecipeError(f"{where}: compensator {compensator!r}; expected one of {', '.join(COMPENSATORS)}")
+    columns = _one_of(data, "columns", COLUMNS, where)
+    importance = _one_of(data, "importance", IMPORTANCES, where)
     iterations = _get(data, "iterations", int, 20, where)
     if iterations < 1:
         raise RecipeError(f"{where}: iterations {iterations!r}; expected an integer of at least 1")
@@ -47,6 +68,8 @@ def recipe_from_dict(data: Any, name: str) -> Recipe:
         compensator=compensator,
         iterations=iterations,
         cap=_get(data, "cap", bool, True, where),
+        columns=columns,
+        importance=importance,
         roles=tuple((str(pattern), parse_role(str(role))) for pattern, role in roles.items()),
         summary=str(data.get("summary", "")),
     )
@@ -93,6 +116,14 @@ def _get(data: dict[str, Any], key: str, kind: type[T], default: T, where: str) 
     value = data.get(key, default)
     if type(value) is not kind:
         raise RecipeError(f"{where}: {key} {value!r}; expected {KINDS[kind]}")
+    return value
+
+
+def _one_of(data: dict[str, Any], key: str, known: tuple[str, ...], where: str) -> str:
+    """The value of a key that names one of several; the first of them where it is absent."""
+    value = _get(data, key, str, known[0], where)
+    if value not in known:
+        raise RecipeError(f"{where}: {key} {value!r}; expected one of {', '.join(known)}")
     return value
 
 

@@ -38,6 +38,8 @@ class Recipe:
     rank: sum of policies `uniform-r`, `dense-r`, `sparse-r`, `kurtosis-r`, `frequency-r`; "" = no compensators
     iterations: cap of MiLo's alternation (paper: 20; 1 = quantize, then compensate once)
     cap: no compensator costs more bytes than the next wider format would
+    columns: `sinkhorn` divides columns by scales that norms and other matrices take over (docs/methods.md), or `none`
+    importance: `builtin` or `text` weighs errors in `search` by what enters each column (docs/methods.md), or `none`
     roles: (name pattern, role) for tensors that the built-in table does not know (docs/roles.md)
     """
 
@@ -47,6 +49,8 @@ class Recipe:
     compensator: str = "int3"
     iterations: int = 20
     cap: bool = True
+    columns: str = "none"
+    importance: str = "none"
     roles: tuple[tuple[str, Role], ...] = ()
     summary: str = field(default="", compare=False)
 
@@ -108,17 +112,21 @@ class Recipe:
             if r.rank is not None:
                 rule["rank"] = r.rank
             rules.append(rule)
+        extra = {"columns": self.columns, "importance": self.importance}
         return {
             "name": self.name,
             "rank": self.rank,
             "compensator": self.compensator,
             "iterations": self.iterations,
             "cap": self.cap,
+            **{key: value for key, value in extra.items() if value != "none"},
             "roles": {pattern: role.value for pattern, role in self.roles},
             "rules": rules,
         }
 
 
 def needs_calibration(recipe: Recipe) -> bool:
-    """Whether any rule of the recipe names a method that works on a calibration text."""
-    return any(r.format is not None and r.method in CALIBRATED_METHODS for r in recipe.rules)
+    """Whether the recipe works on a calibration text: by the method of a rule, or for importance."""
+    return recipe.importance == "text" or any(
+        r.format is not None and r.method in CALIBRATED_METHODS for r in recipe.rules
+    )

@@ -36,6 +36,10 @@ CALIBRATED_METHODS = ("gptq", "gptq-order", "ldlq")
 """Methods that need the Hessian of a layer's inputs, so a calibration text."""
 LATTICE_METHODS = ("rtn", "search", "ldlq")
 """Methods that find the codes of a lattice format; the affine formats take all but ldlq."""
+COLUMNS = ("none", "sinkhorn")
+"""How column scales are found."""
+IMPORTANCES = ("none", "builtin", "text")
+"""Where `search` learns what enters each column, to weigh errors by: nowhere, on a text of ours, on one's own."""
 COMPENSATORS = {"int3": 3, "int8": 8, "fp16": 16}
 """Compensator formats and their bits."""
 

@@ -73,7 +73,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 6
+ABI = 7
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 

@@ -24,7 +24,7 @@ class _Args(Structure):
     """`trilobite_quantize_args`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("w", "scale", "offset", "original", "values", "packed")),
+        *((name, c_void_p) for name in ("w", "scale", "offset", "weight", "original", "values", "packed")),
         *(
             (name, c_int64)
             for name in ("rows", "k", "group", "bits", "symmetric", "method", "steps", "threads")
@@ -51,11 +51,13 @@ def quantize_band(
     original: Tensor,
     residual: Tensor,
     packed: bool,
+    weight: Tensor | None = None,
 ) -> tuple[Line, Tensor | None]:
     """Quantize a band of rows on the calling thread.
 
     w, original: [N, K] fp32    steps: alternations of search from each start
     residual: [N, K] fp32, receives the original minus what is stored    packed: whether to make tiles
+    weight: [K] fp32 > 0, of the columns' errors in a search
     returns: the line [N, K/G] fp32 as found; the tiles or None
     Raises ShapeError for shapes that do not fit, ResourceError without memory.
     """
@@ -70,7 +72,10 @@ def quantize_band(
     scale = torch.empty(n, shape[1], dtype=torch.float32)
     offset = None if fmt.symmetric else torch.empty(n, shape[1], dtype=torch.float32)
     tiles = torch.empty(shape, dtype=torch.uint8) if packed else None
-    tensors = (w, scale, offset, original, residual, tiles)
+    if weight is not None:
+        groups = weight.view(shape[1], -1)
+        weight = (groups / groups.mean(1, keepdim=True)).contiguous()
+    tensors = (w, scale, offset, weight, original, residual, tiles)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], steps, 1)
     _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes)))

@@ -29,7 +29,7 @@ from trilobite.quantize.calibrate.routed import Routed
 from trilobite.quantize.calibrate.stacked_experts import check_experts
 from trilobite.quantize.calibrate.watch import Watch, same_inputs
 from trilobite.quantize.calibrate.windows import Calibration
-from trilobite.quantize.methods.hessian import HessianSum, hessian_note, own_part, shrink
+from trilobite.quantize.methods.hessian import DiagonalSum, HessianSum, hessian_note, own_part, shrink
 from trilobite.quantize.naming import naming
 from trilobite.quantize.plan.plan import PlanLine
 from trilobite.quantize.threads import Piece, results, single_threaded_torch, thread_pool
@@ -52,6 +52,7 @@ class Loop:
 
     ids: [S, T] int64    jobs: threads    workspace: a folder for activations that do not fit in memory
     trainer: trains each block once its lines are packed, and at last the whole model
+    kind: what is summed up: Hessians, or their diagonals alone
     """
 
     model: BlockModel
@@ -62,6 +63,7 @@ class Loop:
     workspace: Path
     watcher: Watcher = SILENT
     trainer: Trainer | None = None
+    kind: type[HessianSum] = HessianSum
 
     _pool: ThreadPoolExecutor = field(init=False)
     _hidden: Tensor = field(init=False)  # what enters the block, replaced by what leaves it: [S, T, H]
@@ -152,7 +154,7 @@ class Loop:
             else:
                 check_experts(self.model.module(place.module), place.module)
                 experts.setdefault(place.module, {}).setdefault(place.expert, []).append(line)
-        routed = {path: Routed(self.model, path, self._room) for path in experts}
+        routed = {path: Routed(self.model, path, self._room, self.kind) for path in experts}
         with Watch(self.model, list(linears), list(experts)) as watch:
             sums, leaders = self._watched(block, watch, routed, advance=advance)
         yield self._of_linears(linears, sums, leaders), self.jobs
@@ -189,7 +191,7 @@ class Loop:
         for batches in self._side_by_side(first=1):
             seen = list(self._pool.map(run, batches))
             for name in seen[0][0]:
-                sums.setdefault(name, HessianSum())
+                sums.setdefault(name, self.kind())
             # A thread for each sum, never two for one: fp32 sums depend on their order.
             list(self._pool.map(partial(_add_all, seen), sums.items()))
             for _, to_experts in seen:
@@ -212,9 +214,9 @@ class Loop:
             k = lines[0].matrix.shape[1]
             seen = sums.get(path)
             tokens = seen.tokens if seen else 0
-            part = own_part(tokens, k)
+            part = own_part(tokens, k, self.kind)
             with naming(lines[0].matrix.name):
-                hessian = shrink(seen.mean() if seen else None, None, part, k)
+                hessian = shrink(seen.mean() if seen else None, None, part, k, self.kind)
             yield Piece(call=partial(self.receiver.take, lines, hessian, hessian_note(tokens, part)))
 
     def _of_expert(self, module: Routed, expert: int, lines: Sequence[PlanLine]) -> Records:
@@ -228,7 +230,7 @@ class Loop:
         """The Hessian of what is outside of the blocks: the output head."""
         model = self.model
         model.load("")
-        total = HessianSum()
+        total = self.kind()
         for rows in self._batches():
             total.add(self._head_input(rows))
         with naming(lines[0].matrix.name):
@@ -323,10 +325,11 @@ class Loop:
             for name in self.model.blocks
         )
         where = "on disk" if activations > self.calibration.memory // 4 else "in memory"
+        full = f", Hessians within {self.calibration.memory / 2e9:.2f} GB where one expert's fit"
         return (
             f"calibration: {len(self.ids)} windows of {self._length} tokens; {len(self.model.blocks)} blocks of up to "
-            f"{block / 1e9:.2f} GB, activations of {2 * activations / 1e9:.2f} GB {where}, Hessians within "
-            f"{self.calibration.memory / 2e9:.2f} GB where one expert's fit"
+            f"{block / 1e9:.2f} GB, activations of {2 * activations / 1e9:.2f} GB {where}"
+            f"{'' if self.kind is DiagonalSum else full}"
         )
 
 

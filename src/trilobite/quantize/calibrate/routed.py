@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.stacked_experts import intermediate
-from trilobite.quantize.methods.hessian import ENOUGH, HessianSum, hessian_note, own_part, shrink
+from trilobite.quantize.methods.hessian import HessianSum, hessian_note, own_part, shrink
 from trilobite.quantize.naming import naming
 from trilobite.quantize.plan.plan import PlanLine
 
@@ -21,8 +21,15 @@ AVERAGE = 8
 class Routed:
     """What entered one module of stacked experts, and which expert every token went to."""
 
-    def __init__(self, model: BlockModel, path: str, room: Callable[[int, torch.dtype], Tensor]) -> None:
-        """path: of the module    room: for [tokens, H], given H and a dtype."""
+    def __init__(
+        self,
+        model: BlockModel,
+        path: str,
+        room: Callable[[int, torch.dtype], Tensor],
+        kind: type[HessianSum] = HessianSum,
+    ) -> None:
+        """path: of the module    room: for [tokens, H], given H and a dtype    kind: what is summed up."""
+        self.kind = kind
         self.model, self.path, self.room = model, path, room
         self.experts: Any = model.module(path)
         self.index: list[Tensor] = []
@@ -49,7 +56,7 @@ class Routed:
         rows = torch.arange(tokens).repeat_interleave(slots)[order]
         self.rows = [rows[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
         lines = [(len(self.rows[e]), line) for e, of_e in wanted.items() for line in of_e]
-        scarce = {_side(line) for n, line in lines if n < ENOUGH * line.matrix.shape[1]}
+        scarce = {_side(line) for n, line in lines if n < self.kind.needed(line.matrix.shape[1])}
         if scarce and ends[-1]:
             self._average(scarce, ends[-1])
 
@@ -60,7 +67,7 @@ class Routed:
 
     def _average(self, sides: Collection[str], total: int) -> None:
         """E[x x^T] over evenly spread pairs of token and expert: every expert counts as much as it is used."""
-        sums = {side: HessianSum() for side in sides}
+        sums = {side: self.kind() for side in sides}
         # By the wider side, wanted or not: a resumed run wants less, and has to pick the same tokens.
         stride = max(1, total // (AVERAGE * self._widest))
         before = 0
@@ -100,14 +107,14 @@ class Routed:
             of_side = [line for line in lines if _side(line) == side]
             if not of_side:
                 continue
-            sums = {side: HessianSum()}
+            sums = {side: self.kind()}
             for part in torch.split(rows, ROWS) if len(rows) else ():
                 self._add(sums, expert, part)
             k = of_side[0].matrix.shape[1]
-            counts = own_part(len(rows), k)
+            counts = own_part(len(rows), k, self.kind)
             with naming(of_side[0].matrix.name):
                 own = sums[side].mean() if len(rows) else None
-            h = shrink(own, self.average[side], counts, k)
+            h = shrink(own, self.average[side], counts, k, self.kind)
             del own, sums
             yield of_side, h, hessian_note(len(rows), counts)
 

@@ -226,13 +226,19 @@ def _stacks(model: PreTrainedModel, where: str) -> tuple[str, ...]:
 
 
 def _original(source: Source, matrix: Matrix) -> tuple[str, Tensor]:
-    """One tensor of the checkpoint in 16 bit, under the name that it has in 16-bit checkpoints."""
+    """One tensor of the checkpoint in 16 bit, rescaled, under the name that it has in 16-bit checkpoints."""
     view = matrix.view
     w = source.read(matrix.source)
-    if not view.scale:
-        return matrix.source, w
-    scale = source.read(view.scale)
-    if view.block:
-        return matrix.source, dequantize_blocks(w, scale, view.block, matrix.source)
+    if view.scale:
+        scale = source.read(view.scale)
+        if not view.block:
+            return _from_mxfp4(matrix.source, w, scale)
+        w = dequantize_blocks(w, scale, view.block, matrix.source)
+    if source.rescaling is not None:
+        w = source.rescaling.apply(matrix.source, w).to(w.dtype)
+    return matrix.source, w
+
+
+def _from_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> tuple[str, Tensor]:
     # gpt-oss keeps its experts as [E, K, N] in 16 bit, and as blocks of rows in MXFP4.
-    return matrix.source.removesuffix("_blocks"), dequantize_mxfp4(w, scale).mT.contiguous()
+    return name.removesuffix("_blocks"), dequantize_mxfp4(blocks, scales).mT.contiguous()

@@ -44,13 +44,21 @@ def bands(n: int, k: int, weights: int | None = None) -> Iterator[slice]:
         yield slice(first, min(n, first + step))
 
 
-def find_scales(w: Tensor, fmt: Format, method: str, steps: int = STEPS) -> Scales:
+def find_scales(
+    w: Tensor, fmt: Format, method: str, steps: int = STEPS, weight: Tensor | None = None
+) -> Scales:
     """Scale and offset per group of a band of rows, in PyTorch.
 
     w: [N, K] fp32    steps: alternations of `search` from each start
+    weight: [K] fp32 > 0, of the columns' errors, which `search` takes into account
     returns: scale, offset [N, K/G] fp32 (offset None for a symmetric format)
     """
     n, k = w.shape
+    if weight is not None and method == "search":
+        parts = zip(torch.split(w, fmt.group_size(k), 1), torch.split(weight, fmt.group_size(k)), strict=True)
+        found = [search(part.contiguous(), fmt, steps, of_part) for part, of_part in parts]
+        offsets = [offset for _, offset in found if offset is not None]
+        return torch.stack([scale for scale, _ in found], 1), torch.stack(offsets, 1) if offsets else None
     groups = w.reshape(-1, fmt.group_size(k))
     scale, offset = search(groups, fmt, steps) if method == "search" else SCALES[method](groups, fmt)
     return scale.view(n, -1), None if offset is None else offset.view(n, -1)
@@ -65,23 +73,25 @@ def quantize_band(
     original: Tensor | None = None,
     residual: Tensor | None = None,
     packed: bool = True,
+    weight: Tensor | None = None,
 ) -> Band:
     """Find the scales of a band, round it to the grid that they become in storage, and lay it out in tiles.
 
     w: [N, K] fp32    steps: see `find_scales`    original: [N, K] fp32, what the residual is taken from (default w)
     residual: [N, K] fp32, contiguous, where the residual is written (default: new)    packed: whether to make tiles
+    weight: see `find_scales`
     Runs natively where the library supports it.
     """
     original = w if original is None else original
     residual = torch.empty_like(w) if residual is None else residual
     if cpu_quantize.supports(w, fmt, method):
         scales, tiles = cpu_quantize.quantize_band(
-            w, fmt, method, steps=steps, original=original, residual=residual, packed=packed
+            w, fmt, method, steps=steps, original=original, residual=residual, packed=packed, weight=weight
         )
         affine.check_range(*scales)
         return Band(scales=scales, residual=residual, tiles=tiles, super=None)
     n, k = w.shape
-    scales = find_scales(w, fmt, method, steps)
+    scales = find_scales(w, fmt, method, steps, weight)
     grid = affine.make_grid(*scales, fmt)
     codes = affine.round_to_grid(w, grid, fmt)
     values = (
@@ -117,11 +127,16 @@ class Tiles:
 
 
 def quantize_bands(
-    w: Tensor, fmt: Format, method: str, lra: Tensor | None = None, lrb: Tensor | None = None
+    w: Tensor,
+    fmt: Format,
+    method: str,
+    lra: Tensor | None = None,
+    lrb: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Quantized:
     """Quantize a matrix, or what the stored factors U and V of a compensator leave of it.
 
-    w: [N, K] any float dtype    lra, lrb: as in formats/weight.py, both or none
+    w: [N, K] any float dtype    lra, lrb: as in formats/weight.py, both or none    weight: see `find_scales`
     Raises WeightError for NaN, infinite or out-of-range weights, ShapeError when K does not divide into groups.
     """
     n, k = w.shape
@@ -132,7 +147,7 @@ def quantize_bands(
     for rows in bands(n, k):
         original = check_finite(w[rows].float())
         target = original if u is None or v is None else torch.addmm(original, u[rows], v, alpha=-1)
-        band = quantize_band(target, fmt, method)
+        band = quantize_band(target, fmt, method, weight=weight)
         tiles.put(rows, band.tiles, band.super)
         error += sum_of_squares(band.residual)
         total += sum_of_squares(original)

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from trilobite.formats import affine
 from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
-from trilobite.quantize.methods.bands import Tiles, bands, check_finite
+from trilobite.quantize.methods.bands import Tiles, bands, check_finite, find_scales
 from trilobite.quantize.methods.compensator import fit_factor, quantize_factor
 from trilobite.quantize.methods.hessian import given, inverse_factor, weighted_error
 from trilobite.quantize.methods.lowrank import truncated_svd
 from trilobite.quantize.methods.quantized import Compensation, Quantized
-from trilobite.quantize.methods.search import search
 from trilobite.recipe import AnyFormat, Format
 
 LAZY = 128
@@ -120,14 +119,7 @@ def _rounded(w: Tensor, fmt: Format, order: _Order) -> Tiles:
 
 def _grid(w: Tensor, fmt: Format, cost: Tensor) -> affine.Grid:
     """The grid of least cost for weights as they are, rounded to what is stored. w: [N, K] fp32    cost: [K] fp32."""
-    group = fmt.group_size(w.shape[1])
-    by_group = [
-        search(part.contiguous(), fmt, weight=of_part)
-        for part, of_part in zip(torch.split(w, group, 1), torch.split(cost, group), strict=True)
-    ]
-    scale = torch.stack([scale for scale, _ in by_group], 1)
-    offsets = [offset for _, offset in by_group if offset is not None]
-    return affine.make_grid(scale, torch.stack(offsets, 1) if offsets else None, fmt)
+    return affine.make_grid(*find_scales(w, fmt, "search", weight=cost), fmt)
 
 
 def _round_columns(

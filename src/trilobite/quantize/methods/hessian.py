@@ -1,7 +1,8 @@
 """The Hessian of a matrix, H = E[x x^T] of its inputs, made fit for use: shrunk where data was scarce, damped, factored.
 
 The loss that calibrated methods minimise is tr((W - W_q) H (W - W_q)^T), the mean squared error of the outputs
-on the calibration inputs (QuIP# eq. 1, GPTQ eq. 1).
+on the calibration inputs (QuIP# eq. 1, GPTQ eq. 1). Of importance only the diagonal of H is known, E[x^2] of each input:
+then H is a vector [K], wherever this module speaks of [K, K].
 """
 
 from typing import Any
@@ -13,6 +14,8 @@ from trilobite.errors import CalibrationError, RecipeError
 
 ENOUGH = 2
 """Tokens per column of H above which an expert's own Hessian is taken as it is."""
+DIAGONAL_ENOUGH = 128
+"""Tokens above which an expert's own diagonal is."""
 DAMPING = 0.01
 """Share of the mean diagonal that is added to the diagonal (GPTQ section 3.3)."""
 DAMPINGS = (1.0, 10.0, 100.0)
@@ -44,6 +47,40 @@ class HessianSum:
         check(self.total)
         return self.total / max(1, self.tokens)
 
+    @staticmethod
+    def needed(k: int) -> float:
+        """Tokens with which it counts alone: K make H barely invertible and its small eigenvalues noise; with 2 K they
+        are within a factor.
+        """
+        return ENOUGH * k
+
+    @staticmethod
+    def neutral(k: int, like: Tensor | None) -> Tensor:
+        """An identity, of the size of another one's mean diagonal."""
+        size = 1.0 if like is None else float(like.diagonal().mean())
+        return torch.eye(k, device=None if like is None else like.device).mul_(size)
+
+
+class DiagonalSum(HessianSum):
+    """A running sum of x^2 over tokens, fp32, whose mean is the diagonal of H."""
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """x: [T, K] any float dtype."""
+        squares = x.float().square().sum(0)
+        self.total = squares if self.total is None else self.total + squares
+        self.tokens += len(x)
+
+    @staticmethod
+    def needed(k: int) -> float:
+        """A mean of so many squares is within a fifth of what it stands for."""
+        return DIAGONAL_ENOUGH
+
+    @staticmethod
+    def neutral(k: int, like: Tensor | None) -> Tensor:
+        """That of an identity."""
+        return torch.ones(k) if like is None else torch.full_like(like, float(like.mean()))
+
 
 def given(hessian: Tensor | None, method: str) -> Tensor:
     """The Hessian itself; raises RecipeError where there is none."""
@@ -55,15 +92,14 @@ def given(hessian: Tensor | None, method: str) -> Tensor:
     return hessian
 
 
-def own_part(tokens: int, k: int) -> float:
-    """How much an expert's own Hessian counts: tokens / (2 K), at most 1. The layer's average has the rest.
-
-    K tokens make H barely invertible and its small eigenvalues noise; with 2 K they are within a factor.
-    """
-    return min(1.0, tokens / (ENOUGH * k))
+def own_part(tokens: int, k: int, kind: type[HessianSum] = HessianSum) -> float:
+    """How much an expert's own Hessian counts, at most 1. The layer's average has the rest."""
+    return min(1.0, tokens / kind.needed(k))
 
 
-def shrink(own: Tensor | None, average: Tensor | None, part: float, k: int) -> Tensor:
+def shrink(
+    own: Tensor | None, average: Tensor | None, part: float, k: int, kind: type[HessianSum] = HessianSum
+) -> Tensor:
     """`part` of an expert's own Hessian, the rest of the layer's average, of an identity where there is no average.
 
     own, average: [K, K] fp32, or None where no token was seen    returns: [K, K] fp32
@@ -71,8 +107,7 @@ def shrink(own: Tensor | None, average: Tensor | None, part: float, k: int) -> T
     if own is not None and part >= 1:
         return own
     if average is None:
-        size = 1.0 if own is None else float(own.diagonal().mean())
-        average = torch.eye(k, device=None if own is None else own.device).mul_(size)
+        average = kind.neutral(k, own)
     return average if own is None else torch.lerp(average, own, part)
 
 
@@ -129,21 +164,21 @@ def inverse_factor(h: Tensor) -> Tensor:
 def weighted_error(e: Tensor, h: Tensor) -> float:
     """tr(E H E^T).
 
-    e: [N, K] fp32    h: [K, K] fp32
+    e: [N, K] fp32    h: [K, K] fp32, or its diagonal [K]
     """
     n, k = e.shape
     step = max(1, BAND // k)
     total = 0.0
     for first in range(0, n, step):
         band = e[first : first + step]
-        total += float(torch.dot((band @ h).flatten(), band.flatten()))
+        total += float(torch.dot((band * h if h.dim() == 1 else band @ h).flatten(), band.flatten()))
     return total
 
 
 def relative_loss(w: Tensor, w_hat: Tensor, h: Tensor) -> float:
     """The loss of a quantized matrix over that of a matrix of zeros: tr((W - W_hat) H (W - W_hat)^T) / tr(W H W^T).
 
-    w: [N, K] any float dtype    w_hat: [N, K] fp32    h: [K, K] fp32
+    w: [N, K] any float dtype    w_hat: [N, K] fp32    h: [K, K] fp32, or its diagonal [K]
     """
     whole = weighted_error(w.float(), h)
     return max(weighted_error(w.float() - w_hat, h), 0.0) / whole if whole > 0 else 0.0

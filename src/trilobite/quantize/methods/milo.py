@@ -25,6 +25,8 @@ from trilobite.recipe import AnyFormat, LatticeFormat
 WINDOW = 3
 TOLERANCE = 1e-4
 """Stop rule (eq. 15): the mean error of three iterations fell by less than this share, or rose."""
+LEAST = 1e-4
+"""Importance of a column that has none, of an average of 1."""
 DRAFT_STEPS = 1
 """Alternations of `search` inside the loop. Codes that are only nearly the best leave more for the low rank to find:
 the stored error is lower than with the full search in every round, and so is the time."""
@@ -46,7 +48,8 @@ def milo(
 ) -> Quantized:
     """Quantize by a method, and where a rank is asked for, let codes and compensator alternate; see `quantized.Method`.
 
-    hessian: [K, K] fp32, for ldlq, which finds the last codes; before them nothing but the error of the weights counts
+    hessian: [K, K] fp32, for ldlq, which finds the last codes; before them nothing but the error of the weights counts.
+    Or the importance of each column, [K] fp32, for search: what counts is the error weighted by it, everywhere.
     """
     compensation = compensation or Compensation()
     quantizer = _compensated if compensation.rank else _codes
@@ -66,7 +69,8 @@ def _codes(
 ) -> Quantized:
     """The codes for W, or for W minus the stored U V. factors: `lra` and `lrb` as in formats/weight.py."""
     if not isinstance(fmt, LatticeFormat):
-        return quantize_bands(w, fmt, method, *(factors or ()))
+        lra, lrb = factors or (None, None)
+        return quantize_bands(w, fmt, method, lra, lrb, weight=_importance(hessian))
     target = w if factors is None else _minus(w, factors)
     seeds = {"seed": compensation.seed, "input_seed": compensation.input_seed}
     quantized = quantize_lattice(target, fmt, method=method, hessian=hessian, **seeds)
@@ -74,6 +78,13 @@ def _codes(
         return quantized
     weight = replace(quantized.weight, lra=factors[0], lrb=factors[1])
     return Quantized(weight=weight, error=relative_error(w, weight))
+
+
+def _importance(hessian: Tensor | None) -> Tensor | None:
+    """Of each column [K] fp32 with a mean of 1, where there is one. Columns that no input excites count a little."""
+    if hessian is None or hessian.dim() != 1:
+        return None
+    return (hessian / hessian.mean().clamp_min(1e-30)).clamp_min(LEAST)
 
 
 def _minus(w: Tensor, factors: Factors) -> Tensor:
@@ -93,23 +104,25 @@ def _compensated(
     """
     # Feedback moves errors to where H does not see them, and the low rank would spend its terms on them.
     draft = "search" if method == "ldlq" else method
-    norm = math.sqrt(sum(sum_of_squares(check_finite(w[rows].float())) for rows in bands(*w.shape)))
+    weight = _importance(hessian)
+    root = torch.ones(1, device=w.device) if weight is None else weight.sqrt()
+    norm = math.sqrt(sum(sum_of_squares(check_finite(w[rows].float()) * root) for rows in bands(*w.shape)))
     work = torch.empty(w.shape, dtype=torch.float32, device=w.device)
     best: Factors | None = None
     last: Factors | None = None
     errors: list[float] = []
     for _ in range(compensation.iterations):
-        residual = _draft(w, fmt, draft, last, work, compensation)
-        start = None if last is None else last[1]
+        residual = _draft(w, fmt, draft, last, work, compensation, weight)
+        start = None if last is None else last[1] * root
         u, v, energy = truncated_svd(work, compensation.rank, seed=compensation.seed, start=start)
-        last = u, v
+        last = u, v / root
         errors.append(math.sqrt(max(residual - energy, 0.0)) / norm if norm else 0.0)
         if errors[-1] <= min(errors):  # with hqq and rtn inside errors may rise again
             best = last
         if converged(errors):
             break
     assert best is not None
-    stored = _stored_factors(w, fmt, draft, best, compensation, work)
+    stored = _stored_factors(w, fmt, draft, best, compensation, work, weight)
     del work, last  # a copy of the matrix less while the last codes are found
     return replace(_codes(w, fmt, method, compensation, hessian, stored), errors=tuple(errors))
 
@@ -129,8 +142,12 @@ def _draft(
     factors: Factors | None,
     work: Tensor,
     compensation: Compensation,
+    weight: Tensor | None = None,
 ) -> float:
-    """Quantize W - U V band by band, leave E = W - W_dq in `work`; returns |E|_F^2."""
+    """Quantize W - U V band by band, leave E = W - W_dq in `work`; returns |E|_F^2.
+
+    weight: importance of the columns; with it E has its columns multiplied by its root
+    """
     total = 0.0
     if isinstance(fmt, LatticeFormat):  # its transform mixes all rows
         target = w.float() if factors is None else torch.addmm(w.float(), *factors, alpha=-1)
@@ -143,18 +160,34 @@ def _draft(
             original if factors is None else torch.addmm(original, factors[0][rows], factors[1], alpha=-1)
         )
         quantize_band(
-            target, fmt, method, steps=DRAFT_STEPS, original=original, residual=work[rows], packed=False
+            target,
+            fmt,
+            method,
+            steps=DRAFT_STEPS,
+            original=original,
+            residual=work[rows],
+            packed=False,
+            weight=weight,
         )
+        if weight is not None:
+            work[rows] *= weight.sqrt()
         total += sum_of_squares(work[rows])
     return total
 
 
 def _stored_factors(
-    w: Tensor, fmt: AnyFormat, method: str, factors: Factors, compensation: Compensation, work: Tensor
+    w: Tensor,
+    fmt: AnyFormat,
+    method: str,
+    factors: Factors,
+    compensation: Compensation,
+    work: Tensor,
+    weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Store U and V; 3-bit ones lose enough in it that fitting them to the residual again, in turn, pays."""
     n, k = w.shape
     compensator = compensation.compensator
+    root = 1.0 if weight is None else weight.sqrt()
     lra, lrb = quantize_factors(*factors, compensator)
     if compensator != "int3":
         return lra, lrb
@@ -162,15 +195,16 @@ def _stored_factors(
     least = math.inf
     for step in range(REFITS + 1):
         u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
-        energy = _draft(w, fmt, method, (u, v), work, compensation)
+        energy = _draft(w, fmt, method, (u, v), work, compensation, weight)
+        v = v * root  # as E is
         error = energy - _explained(work, u, v)
         if error < least:  # of what is stored: rounding the factors may cost more than a fit wins
             least, best = error, (lra, lrb)
         if step < REFITS:
             lra = quantize_factor(fit_factor(v @ work.T, v @ v.T), compensator)
             u = decode_factor(lra, n).T
-            _draft(w, fmt, method, (u, v), work, compensation)
-            lrb = quantize_factor(fit_factor(u.T @ work, u.T @ u), compensator)
+            _draft(w, fmt, method, (u, v / root), work, compensation, weight)
+            lrb = quantize_factor(fit_factor(u.T @ work, u.T @ u) / root, compensator)
     return best
 
 

@@ -57,7 +57,8 @@ class Method(Protocol):
     ) -> Quantized:
         """Quantize one matrix.
 
-        w: [N, K] any float dtype    hessian: [K, K] fp32, E[x x^T] of its inputs, for the methods that use one
+        w: [N, K] any float dtype    hessian: [K, K] fp32, E[x x^T] of its inputs, for the methods that use one; or its
+        diagonal [K], for search
         Raises WeightError for NaN, infinite or out-of-range weights, ShapeError when K does not divide into groups,
         CalibrationError for a useless Hessian, RecipeError where one is needed and there is none.
         """

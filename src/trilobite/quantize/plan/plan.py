@@ -27,6 +27,7 @@ from trilobite.recipe import (
     CALIBRATED_METHODS,
     COMPENSATORS,
     AnyFormat,
+    Format,
     LatticeFormat,
     Recipe,
     Role,
@@ -47,6 +48,8 @@ class PlanLine:
     """What happens to one tensor. format None = kept, and `note` says why; rank 0 = no compensator.
 
     tuned: the vectors of a lattice format are stored as fp16, for fine-tuning
+    columns: how the scales of its columns are found, which what writes its input takes over; "" without
+    importance: where that of its columns comes from, by which `search` weighs their errors; "" without
     """
 
     matrix: Matrix
@@ -55,6 +58,8 @@ class PlanLine:
     rank: int = 0
     note: str = ""
     tuned: bool = False
+    columns: str = ""
+    importance: str = ""
     stored: tuple[StoredTensor, ...]
 
     @property
@@ -64,8 +69,8 @@ class PlanLine:
 
     @property
     def calibrated(self) -> bool:
-        """Whether its method works on the Hessian of its inputs."""
-        return self.format is not None and self.method in CALIBRATED_METHODS
+        """Whether its method works on the Hessian of its inputs, or on the diagonal."""
+        return self.format is not None and (self.method in CALIBRATED_METHODS or bool(self.importance))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +116,10 @@ def describe(line: PlanLine, compensator: str) -> dict[str, Any]:
         row |= {"format": str(line.format), "method": line.method, "rank": line.rank}
         if line.rank:
             row["compensator"] = compensator
+        if line.columns:
+            row["columns"] = line.columns
+        if line.importance:
+            row["importance"] = line.importance
         if line.note:
             row["note"] = line.note
     return row
@@ -220,7 +229,22 @@ def _line(source: Source, m: Matrix, recipe: Recipe, unfit: str, *, tuned: bool)
         StoredTensor(name=f"{m.name}_{suffix}", dtype="U8", shape=shape)
         for suffix, shape in stored_shapes(fmt, n, k, tuned=tuned).items()
     )
-    return PlanLine(matrix=m, format=fmt, method=rule.method, note=note, tuned=tuned, stored=stored)
+    scaled = source.rescaling is not None and m.name in source.rescaling.columns
+    return PlanLine(
+        matrix=m,
+        format=fmt,
+        method=rule.method,
+        note=note,
+        tuned=tuned,
+        columns=recipe.columns if scaled else "",
+        importance=recipe.importance if _weighs(fmt, rule.method, recipe) else "",
+        stored=stored,
+    )
+
+
+def _weighs(fmt: AnyFormat, method: str, recipe: Recipe) -> bool:
+    """Whether importance finds other codes. At 8 bits it would change nothing that could be seen."""
+    return recipe.importance != "none" and method == "search" and isinstance(fmt, Format) and fmt.bits < 8
 
 
 def _whole_tensors(source: Source, lines: Sequence[PlanLine]) -> list[PlanLine]:

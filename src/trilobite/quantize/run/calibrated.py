@@ -9,6 +9,7 @@ import torch
 from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, RecipeError
+from trilobite.quantize.calibrate.builtin import builtin_calibration
 from trilobite.quantize.calibrate.encoder_decoder import EncoderDecoder, PairLoop
 from trilobite.quantize.calibrate.loop import Loop
 from trilobite.quantize.calibrate.model import BlockModel
@@ -17,6 +18,7 @@ from trilobite.quantize.calibrate.protocols import Receiver, Trainer
 from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.calibrate.windows import FINETUNES, PROPAGATIONS, Calibration, Windows
 from trilobite.quantize.finetune.train import BATCH, Tuner, make_course
+from trilobite.quantize.methods.hessian import DiagonalSum, HessianSum
 from trilobite.quantize.plan.plan import PlanLine
 from trilobite.quantize.run.lines import Work
 from trilobite.quantize.watcher import SILENT, Watcher
@@ -59,14 +61,15 @@ class Calibrator:
     def pack(self, work: Work, todo: Sequence[PlanLine]) -> None:
         """Pack lines that need Hessians, from the folder of them or as the model's run finds them; then train."""
         folder, watcher = work.writer.work, work.options.watcher
+        calibrated = [line for line in work.plan.lines if line.calibrated]
         if self.store is not None:
-            calibrated = [line for line in work.plan.lines if line.calibrated]
             self.collect(calibrated, jobs=work.jobs, workspace=folder, watcher=watcher)
             work.run(todo, self.store)
             todo = []
         trainer = self._trainer(work)
         if todo or trainer:
-            self._loop(work, work.jobs, folder, watcher, trainer).walk(todo)
+            kind = DiagonalSum if all(line.importance for line in calibrated) else HessianSum
+            self._loop(work, work.jobs, folder, watcher, trainer, kind).walk(todo)
 
     def collect(
         self, lines: Sequence[PlanLine], *, jobs: int, workspace: Path, watcher: Watcher = SILENT
@@ -89,6 +92,7 @@ class Calibrator:
         workspace: Path,
         watcher: Watcher,
         trainer: Trainer | None = None,
+        kind: type[HessianSum] = HessianSum,
     ) -> Loop:
         assert self._model is not None
         assert self.windows is not None
@@ -100,6 +104,7 @@ class Calibrator:
             "workspace": workspace,
             "watcher": watcher,
             "trainer": trainer,
+            "kind": kind,
         }
         if isinstance(self._model, EncoderDecoder):
             return PairLoop(model=self._model, pairs=self.windows.pairs, **common)
@@ -131,17 +136,30 @@ def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | 
             f"recipe {recipe.name}: fine-tuning trains the sign vectors of lattice formats and it has none; choose "
             "quip2, quip3 or quip4, or drop --finetune"
         )
+    if recipe.importance == "builtin":
+        return _on_builtin_text(source, recipe, calibration)
     if not needs_calibration(recipe) and not tunes:
         if calibration is None:
             return None
         raise RecipeError(
-            f"recipe {recipe.name}: needs no calibration; drop --calibration, or choose a method that uses one (gptq)"
+            f"recipe {recipe.name}: needs no calibration; drop --calibration, or choose what uses one "
+            "(--importance text, --method gptq)"
         )
     if calibration is None or not (calibration.text or calibration.hessians):
         raise RecipeError(
             f"recipe {recipe.name}: needs a text to calibrate on; pass --calibration FILE, or --hessians FOLDER"
         )
     return Calibrator(source, calibration)
+
+
+def _on_builtin_text(source: Source, recipe: Recipe, calibration: Calibration | None) -> Calibrator:
+    """A calibration for importance alone. Raises RecipeError where a text of the user's is given or needed."""
+    if calibration is not None or needs_calibration(recipe):
+        raise RecipeError(
+            f"recipe {recipe.name}: importance builtin brings its own text, which calibrated methods cannot use; choose "
+            "importance text with --calibration FILE, or drop --calibration"
+        )
+    return Calibrator(source, builtin_calibration(source))
 
 
 def _check(calibration: Calibration) -> None:

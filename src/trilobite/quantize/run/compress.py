@@ -14,6 +14,7 @@ from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.formats.bitpack import ROWS
 from trilobite.quantize.calibrate.windows import Calibration
+from trilobite.quantize.columns.choose import with_column_scales
 from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.plan.plan import Plan, PlanLine, make_plan
 from trilobite.quantize.run.card import CARD, is_ours, model_card
@@ -82,7 +83,7 @@ def compress(
     """Compress the checkpoint `src` (folder or hub id) into the folder `dst`.
 
     recipe: what `load_recipe` gives, or the name or file that it takes
-    calibration: what recipes with a calibrated method (gptq) measure activations on; others take none.
+    calibration: what recipes with a calibrated method (gptq) or importance measure activations on; others take none.
     Killed at any moment, the same call continues and ends with the same bytes. Raises TrilobiteError subclasses;
     KeyboardInterrupt leaves a resumable state.
     """
@@ -90,7 +91,7 @@ def compress(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     device = pick_device(options.device)
     started = time.monotonic()
-    source = open_source(src)
+    source = with_column_scales(open_source(src), recipe, keep_unmatched=keep_unmatched)
     options.watcher.progress("read", 0, 1)
     calibrator = _open_calibration(source, recipe, calibration)
     identity = run_identity(
@@ -148,7 +149,7 @@ def _finish(work: Work, src: str, identity: Mapping[str, Any]) -> None:
 
 
 def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> "Calibrator | None":
-    if calibration is None and not needs_calibration(recipe):
+    if calibration is None and recipe.importance == "none" and not needs_calibration(recipe):
         return None
     # Brings transformers along, which other recipes need not wait for.
     from trilobite.quantize.run.calibrated import open_calibration

@@ -41,7 +41,7 @@ FAINT, LOST = 1e-5, 0.7
 other where they hold none."""
 
 KnownHessian = tuple[Tensor, Mapping[str, Any]]
-"""The Hessian of a matrix's inputs, [K, K] fp32, and what the report says of it."""
+"""The Hessian of a matrix's inputs, [K, K] fp32 or its diagonal [K], and what the report says of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,9 @@ class Work:
     def unseen(self, lines: Sequence[PlanLine]) -> None:
         """Quantize what the model never runs: no input is as good as any other."""
         for line in lines:
-            self.done(line, self.finish(line, (torch.eye(line.matrix.shape[1]), {"tokens": 0})))
+            k = line.matrix.shape[1]
+            hessian = torch.ones(k) if line.importance else torch.eye(k)
+            self.done(line, self.finish(line, (hessian, {"tokens": 0})))
 
     @torch.no_grad()
     def put(self, model: "BlockModel", index: int) -> None:
@@ -141,6 +143,8 @@ def pack_line(
         return [stored], {}
     w = w.to(device)
     hessian, note = (None, {}) if known is None else (known[0].to(device), known[1])
+    if hessian is not None and line.importance and hessian.dim() == 2:
+        hessian = hessian.diagonal()
     with naming(line.matrix.name):
         packed, record = quantize_line(w, line, recipe, hessian)
     packed = with_real_signs(packed) if line.tuned else packed
@@ -152,7 +156,7 @@ def quantize_line(
 ) -> tuple[PackedWeight, dict[str, Any]]:
     """Quantize one matrix as its plan line says; also returns what the report notes about the way there.
 
-    w: [N, K] any float dtype    hessian: [K, K] fp32, E[x x^T] of its inputs, for the methods that use one
+    w: [N, K] any float dtype    hessian: [K, K] fp32, E[x x^T] of its inputs, for the methods that use one, or [K]
     Raises WeightError for NaN, infinite or out-of-range weights, CalibrationError for a useless Hessian.
     """
     assert line.format is not None
@@ -209,9 +213,10 @@ def _memory(line: PlanLine, source: Source) -> int:
     low_rank = 4 * numel + 16 * (line.rank + 32) * (n + k) if line.rank else 0
     # The whole matrix is rotated; its codes are 64-bit while they are found.
     rotated = 12 * numel if isinstance(line.format, LatticeFormat) else 0
-    converted = 4 * numel if line.matrix.view.scale or line.matrix.view.transposed else 0
+    widened = line.matrix.view.scale or line.matrix.view.transposed or source.rescaling
+    converted = 4 * numel if widened else 0
     # H and four copies to factor it; weights, codes, errors.
-    against = 20 * k * k + 12 * numel if line.calibrated else 0
+    against = 20 * k * k + 12 * numel if line.calibrated and not line.importance else 0
     return mapped + low_rank + rotated + converted + against + line.nbytes + 32 * 2**20
 
 
