@@ -16,12 +16,15 @@ constexpr int BLOCK = 32;  // columns of a block of codes
 constexpr int HALF = 16;   // columns of the smallest group: half a block, which is whole planes unless codes have 3 bits
 constexpr int UNIT = 64;   // rows of a unit of work: four bands, one group of a compensator
 constexpr int UNIT_BANDS = UNIT / ROWS;
+constexpr int SPAN = 256;     // columns of a row under one super-scale
 constexpr int TOKENS = 16;    // tokens that are laid out together
 constexpr int LR_GROUP = 64;  // values of a compensator factor that share a scale
 constexpr int SLACK = 2048;   // bytes readable past prepared activations: whole tiles are loaded at the end
 
 // How codes are read: 2, 3, 4 or 8 bits of an affine format, or a stage of a lattice format (formats/lattice.py).
 constexpr int E8P = 16, E8 = 17;
+// SUPER + 2, 3 or 4 bits: an affine format under super-scales (formats/superscale.py); SUPER + 8: what its codes count.
+constexpr int SUPER = 32;
 
 // The transform T x = H (s * x) / sqrt(n) of one side of a lattice matrix; cores and orders: trilobite_rotation.
 struct Rotation {
@@ -33,21 +36,23 @@ struct Rotation {
 };
 
 // A packed matrix [n, k] (formats/affine.py, formats/weight.py). Pointers need no alignment. A lattice format is cut into
-// groups, too, all with the scale and offset that stand here; `packed` then is where the first tile's stage begins.
+// groups, too, all with the scale and offset that stand here; `packed` then is where the first tile's stage begins. Under
+// super-scales `group` is the width of a tile, which has scales for every `sub` columns.
 struct Matrix {
   const uint8_t *packed, *super, *lra, *lrb;
   int64_t n, k, rank;
   int rank_bits, bits, group;
+  int sub;  // columns of a group under super-scales, otherwise 0
   bool symmetric, double_quant;
   bool wide;  // metadata is fp32 (scale, offset): only the expanded V of a compensator
   int64_t bands, groups, tile_bytes, code_bytes, supers;
-  int kind;             // `bits`, E8P or E8
+  int kind;             // `bits`, E8P, E8, SUPER + `bits`
   float scale, offset;  // of a stage: w = scale * code + offset
   float second;         // scale of the second stage of a lattice format, 0 where there is none
   bool add;             // results are added to what is there
   Rotation in, out;
 
-  bool lattice() const { return kind >= E8P; }
+  bool lattice() const { return kind == E8P || kind == E8; }
 };
 
 // Activations [count, k], prepared for a tier, in one of two forms. Blocks are of 16 tokens, the last one smaller.
@@ -111,8 +116,9 @@ struct Tier {
   int64_t (*spin)(int64_t rounds, int digits);
   // x [n] -> T x, or with `adjoint` T^T x, in place; buffer is [n] too.
   void (*rotate)(const Rotation &r, bool adjoint, float *x, float *buffer);
-  // One tile: find the lines, round, pack (quantize.h).
+  // One tile: find the lines, round, pack (quantize.h); under super-scales a span of so many columns.
   void (*quantize_tile)(const struct QuantizeTile &t);
+  void (*quantize_span)(const struct QuantizeTile &t, int span);
 };
 
 // Codewords -> eight 4-bit codes, lane j in the low half of byte j, lane 4 + j in the high half (lattice_tables.cpp).

@@ -54,25 +54,20 @@ Bytes factor(int64_t rank, int64_t length, int64_t bits) {
   return b;
 }
 
-void fill(Weight &w, int64_t n, int64_t k, int64_t group) {
-  constexpr int64_t BITS[] = {2, 3, 4, 8}, RANK_BITS[] = {3, 8, 16};
-  w.m.n = n, w.m.k = k, w.m.bits = BITS[pick(0, 3)];
-  w.m.group = group = w.m.bits != 3 && !pick(0, 3) ? 16 : group;
-  w.m.symmetric = pick(0, 1), w.m.double_quant = pick(0, 1);
-  const int64_t bands = (n + 15) / 16, groups = k / group, code = group * w.m.bits * 2;
-  const int64_t values = w.m.symmetric ? 16 : 32, tile = code + values * (w.m.double_quant ? 1 : 2);
-  w.packed = noise(bands * groups * tile);
-  if (!w.m.double_quant)
-    for (int64_t t = 0; t < bands * groups; t++)
-      for (int64_t i = 0; i < values; i++) put_half(&w.packed[t * tile + code + 2 * i], some_half());
-  if (w.m.double_quant) {
-    const int64_t per = w.m.bits >= 4 ? 16 : 8, pairs = bands * ((groups + per - 1) / per) * (w.m.symmetric ? 1 : 2);
-    w.scale.resize(pairs * 8);
-    for (int64_t i = 0; i < pairs; i++) {
-      const float pair[2] = {1e-4f, 0.01f * gaussian()};
-      memcpy(&w.scale[8 * i], pair, 8);
-    }
-  }
+// Under super-scales; tiles are of 64 columns, or of 32. Scales are small enough that no code counts more than 254.
+void fill_super(Weight &w, int64_t n, int64_t k) {
+  w.m.n = n, w.m.k = k, w.m.bits = pick(2, 4), w.m.group = pick(0, 1) ? 16 : 32, w.m.metadata = TRILOBITE_SUPER;
+  const int64_t bands = (n + 15) / 16, supers = bands * ((k + 255) / 256) * 16;
+  w.packed = noise(bands * (k * w.m.bits * 2 + 16 * k / w.m.group));
+  const int64_t tile = k % 64 ? 32 : 64, codes = tile * w.m.bits * 2, bytes = codes + 16 * tile / w.m.group;
+  for (int64_t i = 0; i < (int64_t)w.packed.size(); i++)
+    if (i % bytes >= codes) w.packed[i] &= w.m.bits == 4 ? 0xf7 : 0xff;  // 8 * 15 + 8 * 15
+  w.scale = Bytes(2 * supers);
+  for (int64_t i = 0; i < supers; i++) put_half(&w.scale[2 * i], some_half());
+}
+
+void some_factors(Weight &w, int64_t n, int64_t k) {
+  constexpr int64_t RANK_BITS[] = {3, 8, 16};
   w.m.rank = pick(0, 2) ? 0 : pick(1, 40);
   if (w.m.rank) {
     w.m.rank_bits = RANK_BITS[pick(0, 2)];
@@ -80,6 +75,32 @@ void fill(Weight &w, int64_t n, int64_t k, int64_t group) {
     w.lrb = factor(w.m.rank, k, w.m.rank_bits);
   }
   w.point();
+}
+
+void fill(Weight &w, int64_t n, int64_t k, int64_t group) {
+  constexpr int64_t BITS[] = {2, 3, 4, 8};
+  if (!pick(0, 3)) {
+    fill_super(w, n, k);
+    return some_factors(w, n, k);
+  }
+  w.m.n = n, w.m.k = k, w.m.bits = BITS[pick(0, 3)];
+  w.m.group = group = w.m.bits != 3 && !pick(0, 3) ? 16 : group;
+  w.m.symmetric = pick(0, 1), w.m.metadata = pick(0, 1);
+  const int64_t bands = (n + 15) / 16, groups = k / group, code = group * w.m.bits * 2;
+  const int64_t values = w.m.symmetric ? 16 : 32, tile = code + values * (w.m.metadata ? 1 : 2);
+  w.packed = noise(bands * groups * tile);
+  if (!w.m.metadata)
+    for (int64_t t = 0; t < bands * groups; t++)
+      for (int64_t i = 0; i < values; i++) put_half(&w.packed[t * tile + code + 2 * i], some_half());
+  if (w.m.metadata) {
+    const int64_t per = w.m.bits >= 4 ? 16 : 8, pairs = bands * ((groups + per - 1) / per) * (w.m.symmetric ? 1 : 2);
+    w.scale.resize(pairs * 8);
+    for (int64_t i = 0; i < pairs; i++) {
+      const float pair[2] = {1e-4f, 0.01f * gaussian()};
+      memcpy(&w.scale[8 * i], pair, 8);
+    }
+  }
+  some_factors(w, n, k);
 }
 
 // Whatever Hadamard matrix: the tiers must agree on any core.
@@ -211,7 +232,7 @@ Layer some_layer(int64_t experts, int64_t hidden, int64_t intermediate, int64_t 
       else if (lattice) fill_lattice(w, intermediate, hidden, *h, *i);
       else fill(w, p == 2 ? hidden : intermediate, p == 2 ? intermediate : hidden, group);
       const int64_t row[] = {l.add(w.packed), l.add(w.scale), l.add(w.lra), l.add(w.lrb),  w.m.rank,
-                             w.m.rank_bits,   w.m.bits,       w.m.group,    w.m.symmetric, w.m.double_quant};
+                             w.m.rank_bits,   w.m.bits,       w.m.group,    w.m.symmetric, w.m.metadata};
       l.table.insert(l.table.end(), row, row + 10);
       const int64_t more[] = {l.add(w.lattice), l.add(w.signs_in), l.add(w.signs_out), w.m.tuned, 0, 0};
       l.table.insert(l.table.end(), more, more + 6);

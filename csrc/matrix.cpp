@@ -13,7 +13,7 @@ constexpr int64_t RECORD_BYTES = 12;  // of `weight_lattice`
 thread_local char g_error[512];
 
 int64_t packed_bytes(const Matrix &m) { return m.bands * m.groups * m.tile_bytes; }
-int64_t scale_bytes(const Matrix &m) { return m.bands * m.supers * (m.symmetric ? 8 : 16); }
+int64_t scale_bytes(const Matrix &m) { return m.bands * m.supers * (m.sub ? 2 * ROWS : m.symmetric ? 8 : 16); }
 int64_t factor_bytes(const Matrix &m, int64_t length) {
   if (m.rank_bits == 16) return m.rank * length * 2;
   return m.rank * ceil_div(length, LR_GROUP) * (LR_GROUP / 8 * m.rank_bits + 2);
@@ -30,6 +30,21 @@ bool part(const uint8_t *slab, int64_t slab_bytes, int64_t at, int64_t bytes, co
 // A stage of a lattice format: the scale of its points, and with it those of the codes that `decode` leaves.
 void set_stage(Matrix *m, int kind, float scale) {
   m->kind = kind, m->scale = scale / 2, m->offset = kind == E8 ? -2 * scale : -3.75f * scale;
+}
+
+bool describe_super(const trilobite_matrix &w, Matrix *m) {
+  if (!is_under_super(w.k, w.group, w.bits) || w.symmetric)
+    return fail(
+        "K=%lld, groups of %lld columns of %lld bits; under super-scales K is a multiple of %d, groups have %d or %d "
+        "columns of 2, 3 or 4 bits, and offsets",
+        (long long)w.k, (long long)w.group, (long long)w.bits, BLOCK, HALF, BLOCK);
+  m->bits = (int)w.bits, m->kind = SUPER + m->bits, m->sub = (int)w.group;
+  m->group = (int)tile_width(w.k);
+  m->groups = w.k / m->group;
+  m->code_bytes = (int64_t)m->group * m->bits * ROWS / 8;
+  m->tile_bytes = m->code_bytes + ROWS * (m->group / m->sub);
+  m->supers = ceil_div(w.k, SPAN);
+  return true;
 }
 
 bool describe_lattice(const trilobite_matrix &w, Matrix *m) {
@@ -98,6 +113,9 @@ bool describe(const trilobite_matrix &w, Matrix *m) {
   m->n = w.n, m->k = w.k, m->rank = w.rank, m->rank_bits = w.rank > 0 ? (int)w.rank_bits : 0;
   m->bands = ceil_div(w.n, ROWS);
   if (w.lattice != nullptr) return describe_lattice(w, m);
+  if (w.metadata == TRILOBITE_SUPER) return describe_super(w, m);
+  if (w.metadata != TRILOBITE_PLAIN && w.metadata != TRILOBITE_DOUBLE)
+    return fail("scales of kind %lld; known are 0, 1 and 2", (long long)w.metadata);
   const int64_t group = w.group == 0 ? w.k : w.group;
   if (w.bits != 2 && w.bits != 3 && w.bits != 4 && w.bits != 8)
     return fail("%lld bits; supported are 2, 3, 4 and 8", (long long)w.bits);
@@ -107,7 +125,7 @@ bool describe(const trilobite_matrix &w, Matrix *m) {
         "multiple of %d, or %d unless codes have 3 bits",
         (long long)w.k, (long long)group, BLOCK, BLOCK, HALF);
   m->bits = m->kind = (int)w.bits, m->group = (int)group, m->symmetric = w.symmetric != 0,
-  m->double_quant = w.double_quant != 0;
+  m->double_quant = w.metadata == TRILOBITE_DOUBLE;
   m->groups = w.k / group;
   m->code_bytes = group * m->bits * ROWS / 8;
   m->tile_bytes = m->code_bytes + ROWS * (m->symmetric ? 1 : 2) * (m->double_quant ? 1 : 2);
@@ -128,11 +146,11 @@ bool from_table(const uint8_t *slab, int64_t slab_bytes, const int64_t *row, int
     if (!part(slab, slab_bytes, row[12], w.tuned ? 2 * n : ceil_div(n, 8), "signs_out", &w.signs_out)) return false;
   }
   w.n = n, w.k = k, w.rank = row[4], w.rank_bits = row[5], w.bits = row[6], w.group = row[7];
-  w.symmetric = row[8], w.double_quant = row[9];
+  w.symmetric = row[8], w.metadata = row[9];
   if (!describe(w, m)) return false;
   if (!part(slab, slab_bytes, row[0], packed_bytes(*m), "packed", &p)) return false;
   m->packed = (const uint8_t *)p;
-  if (m->double_quant) {
+  if (m->supers > 0) {
     if (!part(slab, slab_bytes, row[1], scale_bytes(*m), "scale", &p)) return false;
     m->super = (const uint8_t *)p;
   }

@@ -31,6 +31,12 @@ inline bool is_group(int64_t group, int64_t bits) {
   return (group == HALF && bits != 3) || (group >= BLOCK && group % BLOCK == 0);
 }
 
+// Whether a matrix of k columns has groups of `group` columns of `bits` bits under super-scales; columns of its tiles.
+inline bool is_under_super(int64_t k, int64_t group, int64_t bits) {
+  return k > 0 && k % BLOCK == 0 && (group == HALF || group == BLOCK) && bits >= 2 && bits <= 4;
+}
+inline int64_t tile_width(int64_t k) { return k % (2 * BLOCK) ? BLOCK : 2 * BLOCK; }
+
 // Columns of a segment that suits groups of `group` columns: 64, 32 or 16.
 inline int segment(int64_t group) { return group % 64 == 0 ? 64 : group % BLOCK == 0 ? BLOCK : HALF; }
 

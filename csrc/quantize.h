@@ -14,9 +14,11 @@ struct QuantizeTile {
   const float *original;  // [rows, ld] or NULL
   float *values;          // [rows, ld] or NULL: what is stored, taken from `original` where given
   uint8_t *packed;        // the tile, or NULL
-  void *scratch;          // (64 + 16) * group bytes, 64-byte aligned
+  uint8_t *super;         // super-scales of the span, where there are
+  void *scratch;          // (64 + 16) * group bytes, or of a span, 64-byte aligned
   int64_t ld, line_ld;
   int rows, group, bits, method, steps;
+  int tile_columns;  // under super-scales
   bool symmetric;
 };
 

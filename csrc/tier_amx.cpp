@@ -9,6 +9,7 @@
 namespace trilobite {
 namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/convert.h"
+#include "kernel/spread.h"
 #include "kernel/isa_avx512.h"
 #include "kernel/decode.h"
 #include "kernel/digits.h"
@@ -19,11 +20,12 @@ constexpr auto rows_tier = rows_amx;
 #include "kernel/activation.h"
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
+#include "kernel/quantize_super.h"
 #include "kernel/hadamard.h"
 }  // namespace
 
 extern const Tier tier_amx;
 const Tier tier_amx = {"amx",      sizeof(Panel) + 64, parts_amx,  quantize_block, quantize_columns,
                        rows_amx,   low_rank_v,         low_rank_u, activate,       store_floats,
-                       read_bytes, spin_tiles,         rotate,     quantize_tile};
+                       read_bytes, spin_tiles,         rotate,     quantize_tile, quantize_span};
 }  // namespace trilobite

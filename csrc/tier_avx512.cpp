@@ -9,6 +9,7 @@
 namespace trilobite {
 namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/convert.h"
+#include "kernel/spread.h"
 #include "kernel/isa_avx512.h"
 #include "kernel/decode.h"
 #include "kernel/digits.h"
@@ -18,10 +19,11 @@ constexpr auto rows_tier = rows_few;
 #include "kernel/activation.h"
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
+#include "kernel/quantize_super.h"
 #include "kernel/hadamard.h"
 }  // namespace
 
 extern const Tier tier_avx512;
 const Tier tier_avx512 = {"avx512",   0,        no_parts,     quantize_block, quantize_columns, rows_few, low_rank_v,
-                          low_rank_u, activate, store_floats, read_bytes,     spin_dots,        rotate,   quantize_tile};
+                          low_rank_u, activate, store_floats, read_bytes,     spin_dots,        rotate,   quantize_tile, quantize_span};
 }  // namespace trilobite

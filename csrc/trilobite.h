@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 7
+#define TRILOBITE_ABI 8
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -23,6 +23,9 @@ enum trilobite_dtype { TRILOBITE_F32 = 0, TRILOBITE_F16 = 1, TRILOBITE_BF16 = 2 
 
 // How activations enter the integer dot products: 3 digits of 8 bits (exact to 2^-22 of a segment's largest), or 1.
 enum trilobite_digits { TRILOBITE_EXACT = 3, TRILOBITE_INT8 = 1 };
+
+// How the scales of an affine format are stored: fp16; 8 bits under pairs of fp32; 4 bits under super-scales (fp16).
+enum trilobite_metadata { TRILOBITE_PLAIN = 0, TRILOBITE_DOUBLE = 1, TRILOBITE_SUPER = 2 };
 
 enum trilobite_activation {
   TRILOBITE_SILU = 0,
@@ -47,10 +50,10 @@ typedef struct {
 } trilobite_rotation;
 
 // One packed matrix. Parts that are absent are NULL. With `lattice`, the 12 bytes of a record, `group`, `symmetric` and
-// `double_quant` mean nothing; the transforms have n = K and N.
+// `metadata` mean nothing; the transforms have n = K and N.
 typedef struct {
   const void *packed, *scale, *lra, *lrb;
-  int64_t n, k, rank, rank_bits, bits, group, symmetric, double_quant;
+  int64_t n, k, rank, rank_bits, bits, group, symmetric, metadata;
   const void *lattice, *signs_in, *signs_out;
   int64_t tuned;
   const trilobite_rotation *rotate_in, *rotate_out;
@@ -108,14 +111,16 @@ TRILOBITE_API double trilobite_read_seconds(const void *data, int64_t bytes, int
 TRILOBITE_API double trilobite_peak_macs(int64_t digits, int64_t threads);
 
 // Quantize w [rows, k] fp32 in groups. method: 0 rtn, 1 search, 2 hqq; steps: alternations of search from each start.
+// With `super` the lines go under super-scales: tiles of 64 or 32 columns, `super` [ceil(rows / 16), ceil(k / 256), 32].
 // All contiguous.
 typedef struct {
   const float *w;
   float *scale, *offset;  // [rows, k / group]: the lines found; offset NULL when symmetric
-  const float *weight;    // [k]: of the columns' errors in a search, of mean 1 in every group; or NULL
+  const float *weight;    // [k]: of the columns' errors in a search, of mean 1 in every group unless under super-scales; or NULL
   const float *original;  // [rows, k]: with it, `values` gets original - what is stored; or NULL
   float *values;          // [rows, k] what is stored, or NULL
   uint8_t *packed;        // tiles [ceil(rows / 16), k / group, ..] or NULL
+  uint8_t *super;         // or NULL: scales in fp16
   int64_t rows, k, group, bits, symmetric, method, steps, threads;
 } trilobite_quantize_args;
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trilobite.formats.affine import packed_shape
+from trilobite.formats.affine import packed_shape, scale_shape
 from trilobite.formats.incoherence import draw_signs
 from trilobite.formats.lattice import DIM, LatticeRecord
 from trilobite.formats.weight import factor_shape, stored_shapes
-from trilobite.kernels.expert_table import Column
+from trilobite.kernels.expert_table import Column, metadata_kind
 from trilobite.kernels.layer import ExpertsLayer
 from trilobite.measure.shapes import DEEPSEEK as ROUTED
 from trilobite.measure.shapes import MIXTRAL as MIXTRAL
@@ -22,12 +22,14 @@ DEEPSEEK = replace(ROUTED, active=8)
 
 def _fill(part: Tensor, fmt: Format) -> None:
     """Random codes; scales and offsets of an ordinary weight matrix."""
-    codes = fmt.group * fmt.bits * 2
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
     flat = part.flatten()
     for at in range(0, flat.numel(), noise.numel()):
         piece = flat[at : at + noise.numel()]
         piece.copy_(noise[: piece.numel()])
+    if fmt.super_scales:
+        return
+    codes = fmt.group * fmt.bits * 2
     meta = torch.cat((torch.full((16,), 0.01), torch.full((16,), -0.005 * (2**fmt.bits - 1)))).half()
     part[..., codes:] = meta.view(torch.uint8)
 
@@ -42,22 +44,28 @@ def make_layer(layer: ExpertsShape, fmt: Format, rank: int = 0) -> tuple[Experts
     h, i = layer.hidden, layer.intermediate
     shapes = ((i, h), (i, h), (h, i))
     sizes = [torch.Size(packed_shape(fmt, n, k)).numel() for n, k in shapes]
+    supers = [torch.Size(scale_shape(fmt, n, k) or (0,)).numel() for n, k in shapes]
     factors = [[torch.Size(factor_shape("int3", rank, m)).numel() for m in shape] for shape in shapes]
-    per_expert = sum(sizes) + sum(map(sum, factors))
+    per_expert = sum(sizes) + sum(supers) + sum(map(sum, factors))
     slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
     data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
     at = 0
     for e in range(layer.experts):
         for p, (n, k) in enumerate(shapes):
-            offsets = [at, -1, at + sizes[p], at + sizes[p] + factors[p][0]]
+            second = at + sizes[p]
+            after = second + supers[p]
+            offsets = [at, second if supers[p] else -1, after, after + factors[p][0]]
             _fill(slab[at : at + sizes[p]].view(packed_shape(fmt, n, k)), fmt)
-            at += sizes[p]
+            slab[second:after].view(torch.float16).fill_(0.001)
+            at = after
             if rank:
                 for length, size in zip((n, k), factors[p], strict=True):
                     _fill_factor(slab[at : at + size].view(factor_shape("int3", rank, length)))
                     at += size
             bits = COMPENSATORS["int3"]
-            data[e, p, : Column.LATTICE] = torch.tensor([*offsets, rank, bits, fmt.bits, fmt.group, 0, 0])
+            data[e, p, : Column.LATTICE] = torch.tensor(
+                [*offsets, rank, bits, fmt.bits, fmt.group, 0, metadata_kind(fmt)]
+            )
     return _experts(layer, slab, data), per_expert
 
 

@@ -40,6 +40,9 @@ from trilobite.runtime.load import load, load_tokenizer
 from trilobite.runtime.modules.swap import configure
 
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 512)
+UNDER_SUPER_SCALES = [
+    Format(bits=b, group=g, super_scales=True) for b, g in ((3, 16), (3, 32), (4, 32), (2, 16))
+]
 
 
 def rotations(layer: ExpertsShape, tokens: int, active: int) -> float:
@@ -115,16 +118,17 @@ def measure(
 
 def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """One token, both modes."""
-    cases = [(MIXTRAL, b, r) for b, r in ((3, 0), (4, 0), (2, 0), (3, 16))] + [
-        (DEEPSEEK, 3, 0),
-        (DEEPSEEK, 3, 16),
+    cases = [
+        *((MIXTRAL, Format(bits=b, group=64), r) for b, r in ((3, 0), (4, 0), (2, 0), (3, 16))),
+        *((MIXTRAL, fmt, 0) for fmt in UNDER_SUPER_SCALES),
+        *((DEEPSEEK, Format(bits=3, group=64), r) for r in (0, 16)),
     ]
     rows, data = [], []
-    for layer, bits, rank in cases:
-        experts, per_expert = make_layer(layer, Format(bits=bits, group=64), rank)
+    for layer, fmt, rank in cases:
+        experts, per_expert = make_layer(layer, fmt, rank)
         for mode in ("exact", "int8"):
             r = measure(layer, experts, per_expert, 1, 9 if quick else 25, mode)
-            name = f"{layer.name} INT{bits} g64" + (f" + rank {rank}" if rank else "")
+            name = f"{layer.name} {fmt}" + (f" + rank {rank}" if rank else "")
             rows.append(
                 (
                     name,
@@ -144,22 +148,23 @@ def experts_of_many_tokens(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """Throughput by number of tokens, random routing, beside what the arithmetic units reach alone."""
     rows, data = [], []
     peaks = {mode: cpu.measure_peak(mode) for mode in ("exact", "int8")}
-    for layer in (MIXTRAL, DEEPSEEK):
-        experts, per_expert = make_layer(layer, Format(bits=3, group=64))
+    plain = Format(bits=3, group=64)
+    for layer, fmt in ((MIXTRAL, plain), (DEEPSEEK, plain), (MIXTRAL, UNDER_SUPER_SCALES[0])):
+        experts, per_expert = make_layer(layer, fmt)
         for tokens in (1, 8, 32, 512) if quick else TOKENS:
-            cells = [layer.name, str(tokens)]
+            cells = [f"{layer.name} {fmt}", str(tokens)]
             for mode in ("exact", "int8"):
                 r = measure(layer, experts, per_expert, tokens, 3 if tokens > 64 else 7, mode)
                 cells += [f"{r.milliseconds:.1f}", f"{r.gmacs:.0f}", f"{r.gmacs / peaks[mode]:.1%}"]
                 data.append(
-                    {"case": layer.name, "tokens": tokens, "mode": mode, "peak": peaks[mode], **vars(r)}
+                    {"case": cells[0], "tokens": tokens, "mode": mode, "peak": peaks[mode], **vars(r)}
                 )
             rows.append((*cells, f"{r.probe:.1f}"))
             print("  ".join(rows[-1]), flush=True)
     each = ("ms", "GMAC/s", "of peak")
     names = [f"{mode} {what}" for mode in peaks for what in each]
     peak = f"peak: exact {peaks['exact']:.0f} GMAC/s, int8 {peaks['int8']:.0f}"
-    return f"{table(('INT3 g64', 'tokens', *names, 'probe GB/s'), rows)}\n\n{peak}", data
+    return f"{table(('one layer', 'tokens', *names, 'probe GB/s'), rows)}\n\n{peak}", data
 
 
 def _clock(call: Callable[[], object], repeats: int) -> float:

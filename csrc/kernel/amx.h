@@ -68,13 +68,18 @@ template <int BITS> static inline void store_bf16(uint8_t *out, __m512i codes, _
   Isa::store(out + 64, _mm512_or_si512(_mm512_srli_epi32(f[1], 16), f[3]));
 }
 
-template <int BITS> static inline void decode_stretch(const Matrix &m, const uint8_t *codes, int width, bool bf16,
+// Columns [at, at + width) of a tile.
+template <int BITS> static inline void decode_stretch(const Matrix &m, const uint8_t *tile, int at, int width, bool bf16,
                                                       uint8_t *out) {
+  const uint8_t *codes = tile + at / BLOCK * planes<BITS>(m) * 64;
+  [[maybe_unused]] Sub sub;
+  if constexpr (has_sub(BITS)) sub = read_sub<BITS>(m, tile + m.code_bytes);
   const __m512i table = _mm512_loadu_si512(WHOLE_NUMBERS);
   for (int b = 0; b < width; b += BLOCK, codes += planes<BITS>(m) * 64) {
     for (int j = 0; j < planes<BITS>(m); j++) __builtin_prefetch(codes + PANEL_PREFETCH + 64 * j, 0, 2);
     Isa::Bytes c[8];
     decode<BITS>(codes, planes<BITS>(m), c);
+    if constexpr (has_sub(BITS)) scale_codes<8>(sub, m.sub, at + b, c);
     UNROLL for (int j = 0; j < 8; j++) {
       if (bf16) store_bf16<BITS>(out + (b * ROWS + 64 * j) * 2, c[j], table);
       else Isa::store(out + b * ROWS + 64 * j, c[j]);
@@ -85,7 +90,8 @@ template <int BITS> static inline void decode_stretch(const Matrix &m, const uin
 static void decode_panel(const Matrix &m, int64_t band, int64_t first, int columns, int longest, bool bf16, Panel *p) {
   p->count = 0;
   for (int at = 0, width; at < columns; at += width) {
-    const int64_t column = first + at, group = column / m.group, into = column - group * m.group;
+    const int64_t column = first + at, group = column / m.group;
+    const int into = (int)(column - group * m.group);
     width = (int)(m.group - into < columns - at ? m.group - into : columns - at);
     if (width > longest) width = longest;
     const uint8_t *tile = m.packed + (band * m.groups + group) * m.tile_bytes;
@@ -93,15 +99,17 @@ static void decode_panel(const Matrix &m, int64_t band, int64_t first, int colum
     Isa::store(p->scale[p->count], w.scale);
     Isa::store(p->offset[p->count], w.offset);
     p->first[p->count] = at, p->width[p->count] = width, p->count++;
-    const uint8_t *codes = tile + into / BLOCK * m.bits * 64;
     uint8_t *out = p->codes + at * ROWS * (bf16 ? 2 : 1);
     switch (m.kind) {
-      case E8P: decode_stretch<E8P>(m, codes, width, bf16, out); break;
-      case E8: decode_stretch<E8>(m, codes, width, bf16, out); break;
-      case 2: decode_stretch<2>(m, codes, width, bf16, out); break;
-      case 3: decode_stretch<3>(m, codes, width, bf16, out); break;
-      case 4: decode_stretch<4>(m, codes, width, bf16, out); break;
-      default: decode_stretch<8>(m, codes, width, bf16, out);
+      case E8P: decode_stretch<E8P>(m, tile, into, width, bf16, out); break;
+      case E8: decode_stretch<E8>(m, tile, into, width, bf16, out); break;
+      case 2: decode_stretch<2>(m, tile, into, width, bf16, out); break;
+      case 3: decode_stretch<3>(m, tile, into, width, bf16, out); break;
+      case 4: decode_stretch<4>(m, tile, into, width, bf16, out); break;
+      case SUPER + 2: decode_stretch<SUPER + 2>(m, tile, into, width, bf16, out); break;
+      case SUPER + 3: decode_stretch<SUPER + 3>(m, tile, into, width, bf16, out); break;
+      case SUPER + 4: decode_stretch<SUPER + 4>(m, tile, into, width, bf16, out); break;
+      default: decode_stretch<8>(m, tile, into, width, bf16, out);
     }
   }
 }

@@ -14,12 +14,17 @@ struct alignas(64) Ring {
   uint8_t products[STREAMS][2][TILE_ROWS * ROWS * 4];
 };
 
+// Columns [at, at + seg) of a tile.
 template <int BITS>
-static inline void decode_segment(const Matrix &m, const uint8_t *codes, int seg, int64_t ahead, uint8_t *out) {
+static inline void decode_segment(const Matrix &m, const uint8_t *tile, int at, int seg, int64_t ahead, uint8_t *out) {
+  const uint8_t *codes = tile + at / BLOCK * planes<BITS>(m) * 64;
+  [[maybe_unused]] Sub sub;
+  if constexpr (has_sub(BITS)) sub = read_sub<BITS>(m, tile + m.code_bytes);
   for (int b = 0; b < seg; b += BLOCK, codes += planes<BITS>(m) * 64) {
     for (int i = 0; i < planes<BITS>(m); i++) __builtin_prefetch(codes + ahead + 64 * i, 0, 3);
     Isa::Bytes c[8];
     decode<BITS>(codes, planes<BITS>(m), c);
+    if constexpr (has_sub(BITS)) scale_codes<8>(sub, m.sub, at + b, c);
     UNROLL for (int step = 0; step < 8; step++) Isa::store(out + b * ROWS + 64 * step, c[step]);
   }
 }
@@ -69,14 +74,13 @@ static void bands_digits(const Matrix &m, int64_t band, const Digits &x, Ring *r
   Isa::Floats acc[NB][N];
   for (int n = 0; n < NB; n++)
     for (int t = 0; t < N; t++) acc[n][t] = m.add && t < rows ? Isa::load(out + t * ld + n * ROWS) : Isa::set1(0);
-  const uint8_t *next = first;  // codes of the segment that is decoded next, and how many of its group are left
-  int left = per_group;
+  const uint8_t *next = first;  // tile of the segment that is decoded next, and its first column there
+  int into = 0;
   auto decode_next = [&](int64_t s) {
     // At the end of its band a stream goes on with the next band that nobody reads yet.
     const int64_t at = next - first, ahead = at + PREFETCH < stride ? PREFETCH : PREFETCH + (NB - 1) * stride;
-    for (int n = 0; n < NB; n++) decode_segment<BITS>(m, next + n * stride, seg, ahead, r->codes[n][s % SLOTS]);
-    next += planes<BITS>(m) * 2 * seg;
-    if (--left == 0) left = per_group, next += m.tile_bytes - m.code_bytes;
+    for (int n = 0; n < NB; n++) decode_segment<BITS>(m, next + n * stride, into, seg, ahead, r->codes[n][s % SLOTS]);
+    if ((into += seg) == m.group) into = 0, next += m.tile_bytes;
   };
   for (int64_t s = 0; s < AHEAD && s < x.segments; s++) decode_next(s);
   multiply_segment<NB>(r, 0, x.q, seg);
@@ -141,6 +145,9 @@ static void rows_amx_few(const Matrix &m, int64_t band, int bands, const Digits 
     case 2: rows_digits<2>(m, band, bands, x, r, out, ld); break;
     case 3: rows_digits<3>(m, band, bands, x, r, out, ld); break;
     case 4: rows_digits<4>(m, band, bands, x, r, out, ld); break;
+    case SUPER + 2: rows_digits<SUPER + 2>(m, band, bands, x, r, out, ld); break;
+    case SUPER + 3: rows_digits<SUPER + 3>(m, band, bands, x, r, out, ld); break;
+    case SUPER + 4: rows_digits<SUPER + 4>(m, band, bands, x, r, out, ld); break;
     default: rows_digits<8>(m, band, bands, x, r, out, ld);
   }
   _tile_release();

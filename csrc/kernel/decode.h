@@ -22,12 +22,16 @@ template <int KIND> static inline Isa::Bytes lattice_codes(const uint8_t *p) {
 }
 
 // Width of the codes that `decode` leaves; planes of 64 bytes that a block takes in memory.
-constexpr int code_bits(int kind) { return kind >= E8P ? 4 : kind; }
-template <int KIND> static inline int planes(const Matrix &m) { return KIND >= E8P ? m.bits : KIND; }
+constexpr int code_bits(int kind) { return kind >= SUPER ? 8 : kind >= E8P ? 4 : kind; }
+template <int KIND> static inline int planes(const Matrix &m) {
+  return KIND >= SUPER ? KIND - SUPER : KIND >= E8P ? m.bits : KIND;
+}
 
 // One block of 16 rows x 32 columns, of `planes` planes -> eight steps of 16 rows x 4 codes.
 template <int BITS> static inline void decode(const uint8_t *p, int planes, Isa::Bytes c[8]) {
-  if (BITS >= E8P) {
+  if constexpr (BITS >= SUPER) {
+    decode<BITS - SUPER>(p, planes, c);
+  } else if (BITS >= E8P) {
     for (int i = 0; i < 4; i++, p += 16 * planes) {
       const Isa::Bytes v = lattice_codes<BITS>(p);
       c[2 * i] = Isa::field<0, 4>(v);
@@ -66,7 +70,9 @@ template <int BITS> static inline void decode(const uint8_t *p, int planes, Isa:
 // Four of these steps: columns 0 .. 15 of the block or, with `half` 1, 16 .. 31. Planes of one half lie next to each
 // other, except those of 3 bits and lattices.
 template <int BITS> static inline void decode_half(const uint8_t *p, int planes, int half, Isa::Bytes c[4]) {
-  if (BITS == 8) {
+  if constexpr (BITS >= SUPER) {
+    decode_half<BITS - SUPER>(p, planes, half, c);
+  } else if (BITS == 8) {
     for (int i = 0; i < 4; i++) c[i] = Isa::load(p + 64 * (4 * half + i));
   } else if (BITS == 4) {
     for (int i = 0; i < 2; i++) {
@@ -87,6 +93,31 @@ template <int BITS> static inline void decode_half(const uint8_t *p, int planes,
   }
 }
 
+// Under super-scales a code counts as scale * code + unit * offset, a byte from which tiers take Isa::COUNT_BIAS
+// (formats/superscale.py).
+constexpr bool has_sub(int kind) { return kind > SUPER && kind < SUPER + 8; }
+constexpr int offset_unit(int kind) { return kind == SUPER + 2 ? 3 : kind == SUPER + 3 ? 6 : 8; }
+
+// Of a tile, in byte j of lane r: group j, row r.
+struct Sub { Isa::Bytes scale, offset; };
+
+template <int KIND> static inline Sub read_sub(const Matrix &m, const uint8_t *meta) {
+  const Isa::Bytes v = Isa::load_lanes(meta, m.group / m.sub);
+  Sub sub{Isa::plus(Isa::mask(v, 15), Isa::bytes(1)), Isa::times(Isa::field<4, 4>(v), Isa::factor(offset_unit(KIND)))};
+  if (Isa::COUNT_BIAS) sub.offset = Isa::plus(sub.offset, Isa::bytes((uint8_t)-Isa::COUNT_BIAS));
+  return sub;
+}
+
+// Codes of STEPS steps from column `at` of the tile -> what they count.
+template <int STEPS> static inline void scale_codes(const Sub &sub, int group, int at, Isa::Bytes c[STEPS]) {
+  const int shift = group == HALF ? 4 : 5;
+  UNROLL for (int i = 0; i < STEPS; i += 4) {
+    const int j = (at + 4 * i) >> shift;
+    const Isa::Bytes scale = Isa::factor(sub.scale, j), offset = Isa::spread(sub.offset, j);
+    UNROLL for (int s = i; s < i + 4; s++) c[s] = Isa::plus(Isa::times(c[s], scale), offset);
+  }
+}
+
 struct Affine { Isa::Floats scale, offset; };  // w = scale * code + offset, 16 rows
 
 static inline float read_float(const uint8_t *p) {
@@ -101,6 +132,13 @@ static inline Isa::Floats second_level(const uint8_t *codes, const uint8_t *pair
 
 static inline Affine read_affine(const Matrix &m, const uint8_t *meta, int64_t band, int64_t group) {
   Affine a;
+  if (m.sub) {
+    const float zero = (float)(Isa::COUNT_BIAS - 15 * offset_unit(m.kind));
+    const Isa::Floats super = Isa::from_half(m.super + (band * m.supers + group * m.group / SPAN) * 2 * ROWS);
+    a.scale = Isa::mul(super, Isa::set1(1.0f / 128));
+    a.offset = Isa::mul(a.scale, Isa::set1(zero));
+    return a;
+  }
   if (m.lattice()) return {Isa::set1(m.scale), Isa::set1(m.offset)};
   if (m.wide) return {Isa::load((const float *)meta), Isa::load((const float *)meta + ROWS)};
   if (!m.double_quant) {

@@ -27,12 +27,47 @@ struct Isa {
     return mask(shr<FROM - TO>(v), (uint8_t)(((1 << WIDTH) - 1) << TO));
   }
 
+  static Bytes bytes(uint8_t x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
+  // `count` bytes of each of 16 rows -> the lowest bytes of 16 lanes of four.
+  static Bytes load_lanes(const uint8_t *p, int count) {
+    if (count == 4) return load(p);
+    const __m128i a = _mm_loadu_si128((const __m128i *)p);
+    if (count == 2)
+      return {_mm256_cvtepu16_epi32(a), _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 16)))};
+    return {_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))};
+  }
+  // Byte j of each lane, in all four.
+  static Bytes spread(Bytes v, int j) {
+    const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.bytes[j]);
+    return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
+  }
+  // The same, or a constant, as the second factor of `times`, which carries nothing over in products of 16 bits.
+  static Bytes factor(Bytes v, int j) {
+    const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.words[j]);
+    return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
+  }
+  static Bytes factor(int x) { return {_mm256_set1_epi16((short)x), _mm256_set1_epi16((short)x)}; }
+  static Bytes plus(Bytes x, Bytes y) { return {_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; }
+  // Products below 256.
+  static Bytes times(Bytes x, Bytes y) { return {_mm256_mullo_epi16(x.a, y.a), _mm256_mullo_epi16(x.b, y.b)}; }
+
   static Ints zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   template <int BITS> static Ints dot(Ints acc, Bytes c, const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
     const __m256i v = _mm256_set1_epi32(four);
     return {dot1<BITS>(acc.a, c.a, v), dot1<BITS>(acc.b, c.b, v)};
+  }
+  // The same for what codes under super-scales count, which are less by COUNT_BIAS: with signs the sums of two products
+  // fit int16.
+  static constexpr int COUNT_BIAS = 127;
+  static Ints dot_counts(Ints acc, Bytes c, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const __m256i v = _mm256_set1_epi32(four);
+    const __m256i size = _mm256_abs_epi8(v);  // a digit may be -128, whose sign no byte can turn
+    return {_mm256_add_epi32(acc.a, pairs(size, _mm256_sign_epi8(c.a, v))),
+            _mm256_add_epi32(acc.b, pairs(size, _mm256_sign_epi8(c.b, v)))};
   }
   static Ints shl8_add(Ints h, Ints l) {
     return {_mm256_add_epi32(_mm256_slli_epi32(h.a, 8), l.a), _mm256_add_epi32(_mm256_slli_epi32(h.b, 8), l.b)};

@@ -27,6 +27,22 @@ struct Isa {
 #endif
   }
 
+  static Bytes bytes(uint8_t x) { return _mm512_set1_epi8((char)x); }
+  // `count` bytes of each of 16 rows -> the lowest bytes of 16 lanes of four.
+  static Bytes load_lanes(const uint8_t *p, int count) {
+    if (count == 4) return load(p);
+    if (count == 2) return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+  }
+  // Byte j of each lane, in all four.
+  static Bytes spread(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.bytes[j])); }
+  // The same, or a constant, as the second factor of `times`, which carries nothing over in products of 16 bits.
+  static Bytes factor(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.words[j])); }
+  static Bytes factor(int x) { return _mm512_set1_epi16((short)x); }
+  static Bytes plus(Bytes a, Bytes b) { return _mm512_add_epi8(a, b); }
+  // Products below 256.
+  static Bytes times(Bytes a, Bytes b) { return _mm512_mullo_epi16(a, b); }
+
   static Ints zero() { return _mm512_setzero_si512(); }
   template <int BITS> static Ints dot(Ints acc, Bytes c, const int8_t *x) {
     int32_t four;
@@ -41,6 +57,21 @@ struct Isa {
     return _mm512_add_epi32(_mm512_add_epi32(acc, pairs(_mm512_and_si512(c, m), v)), _mm512_slli_epi32(high, 4));
 #endif
   }
+  // The same for what codes under super-scales count, which are less by COUNT_BIAS.
+#ifdef __AVX512VNNI__
+  static constexpr int COUNT_BIAS = 0;
+  static Ints dot_counts(Ints acc, Bytes c, const int8_t *x) { return dot<8>(acc, c, x); }
+#else
+  static constexpr int COUNT_BIAS = 127;  // with signs the sums of two products fit int16
+  static Ints dot_counts(Ints acc, Bytes c, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const __m512i v = _mm512_set1_epi32(four);
+    // A digit may be -128, whose sign no byte can turn.
+    const __m512i turned = _mm512_mask_sub_epi8(c, _mm512_movepi8_mask(v), _mm512_setzero_si512(), c);
+    return _mm512_add_epi32(acc, pairs(_mm512_abs_epi8(v), turned));
+  }
+#endif
   static Ints shl8_add(Ints h, Ints l) { return _mm512_add_epi32(_mm512_slli_epi32(h, 8), l); }
   static Floats to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
   static Floats load(const float *p) { return _mm512_loadu_ps(p); }

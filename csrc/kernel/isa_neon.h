@@ -26,6 +26,38 @@ struct Isa {
     else return mask(each<Bytes>([&](int i) { return vshrq_n_u8(b.v[i], FROM - TO); }), kept);
   }
 
+  static Bytes bytes(uint8_t x) {
+    return each<Bytes>([&](int) { return vdupq_n_u8(x); });
+  }
+  // `count` bytes of each of 16 rows -> the lowest bytes of 16 lanes of four.
+  static Bytes load_lanes(const uint8_t *p, int count) {
+    if (count == 4) return load(p);
+    if (count == 2)
+      return each<Bytes>([&](int i) { return vreinterpretq_u8_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p + 8 * i)))); });
+    const uint8x16_t v = vld1q_u8(p);
+    const uint16x8_t halves[2] = {vmovl_u8(vget_low_u8(v)), vmovl_u8(vget_high_u8(v))};
+    return each<Bytes>([&](int i) {
+      const uint16x8_t h = halves[i / 2];
+      return vreinterpretq_u8_u32(vmovl_u16(i % 2 ? vget_high_u16(h) : vget_low_u16(h)));
+    });
+  }
+  // Byte j of each lane, in all four.
+  static Bytes spread(const Bytes &b, int j) {
+    static const uint8_t first[16] = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12};
+    const uint8x16_t at = vaddq_u8(vld1q_u8(first), vdupq_n_u8((uint8_t)j));
+    return each<Bytes>([&](int i) { return vqtbl1q_u8(b.v[i], at); });
+  }
+  // The same, or a constant, as the second factor of `times`.
+  static Bytes factor(const Bytes &b, int j) { return spread(b, j); }
+  static Bytes factor(int x) { return bytes((uint8_t)x); }
+  static Bytes plus(const Bytes &a, const Bytes &b) {
+    return each<Bytes>([&](int i) { return vaddq_u8(a.v[i], b.v[i]); });
+  }
+  // Products below 256.
+  static Bytes times(const Bytes &a, const Bytes &b) {
+    return each<Bytes>([&](int i) { return vmulq_u8(a.v[i], b.v[i]); });
+  }
+
   static Ints zero() {
     return each<Ints>([](int) { return vdupq_n_s32(0); });
   }
@@ -41,6 +73,14 @@ struct Isa {
       const int8x16_t top = vreinterpretq_s8_u8(vshrq_n_u8(c.v[i], 7));
       return vaddq_s32(vdotq_s32(acc.v[i], low, v), vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), top, v), 7));
     });
+  }
+  // The same for what codes under super-scales count, which are less by COUNT_BIAS: the instruction takes signed bytes.
+  static constexpr int COUNT_BIAS = 127;
+  static Ints dot_counts(const Ints &acc, const Bytes &c, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    return each<Ints>([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(c.v[i]), v); });
   }
   static Ints shl8_add(const Ints &high, const Ints &low) {
     return each<Ints>([&](int i) { return vaddq_s32(vshlq_n_s32(high.v[i], 8), low.v[i]); });

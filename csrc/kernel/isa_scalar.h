@@ -29,6 +29,35 @@ struct Isa {
     return mask(shr<FROM - TO>(v), (uint8_t)(((1 << WIDTH) - 1) << TO));
   }
 
+  static Bytes bytes(uint8_t x) {
+    Bytes b;
+    memset(b.v, x, 64);
+    return b;
+  }
+  // `count` bytes of each of 16 rows -> the lowest bytes of 16 lanes of four.
+  static Bytes load_lanes(const uint8_t *p, int count) {
+    Bytes b = bytes(0);
+    for (int i = 0; i < ROWS * count; i++) b.v[i / count * 4 + i % count] = p[i];
+    return b;
+  }
+  // Byte j of each lane, in all four.
+  static Bytes spread(Bytes b, int j) {
+    for (int i = 0; i < 64; i += 4) memset(b.v + i, b.v[i + j], 4);
+    return b;
+  }
+  // The same, or a constant, as the second factor of `times`.
+  static Bytes factor(Bytes b, int j) { return spread(b, j); }
+  static Bytes factor(int x) { return bytes((uint8_t)x); }
+  static Bytes plus(Bytes a, const Bytes &b) {
+    for (int i = 0; i < 64; i++) a.v[i] = (uint8_t)(a.v[i] + b.v[i]);
+    return a;
+  }
+  // Products below 256.
+  static Bytes times(Bytes a, const Bytes &b) {
+    for (int i = 0; i < 64; i++) a.v[i] = (uint8_t)(a.v[i] * b.v[i]);
+    return a;
+  }
+
   static Ints zero() { return Ints{}; }
   // acc[row] += sum of 4 codes of the row times x[0..3]
   template <int BITS> static Ints dot(Ints acc, const Bytes &c, const int8_t *x) {
@@ -36,6 +65,9 @@ struct Isa {
       acc.v[i] += c.v[4 * i] * x[0] + c.v[4 * i + 1] * x[1] + c.v[4 * i + 2] * x[2] + c.v[4 * i + 3] * x[3];
     return acc;
   }
+  // The same for what codes under super-scales count, which are less by COUNT_BIAS.
+  static constexpr int COUNT_BIAS = 0;
+  static Ints dot_counts(Ints acc, const Bytes &c, const int8_t *x) { return dot<8>(acc, c, x); }
   static Ints shl8_add(Ints high, const Ints &low) {
     for (int i = 0; i < ROWS; i++) high.v[i] = high.v[i] * 256 + low.v[i];
     return high;

@@ -28,6 +28,7 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
     for (int t = 0; t < NT; t++) acc[n][t] = m.add ? Isa::load(out + t * ld + n * ROWS) : Isa::set1(0);
   for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
     Affine w[NB];
+    [[maybe_unused]] Sub sub[NB];
     const uint8_t *codes = tile;
     // At the end of its band a stream goes on with the next band that nobody reads yet.
     const int64_t ahead = g * m.tile_bytes + PREFETCH < stride ? PREFETCH : PREFETCH + (NB - 1) * stride;
@@ -35,6 +36,7 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
       const uint8_t *meta = tile + n * stride + m.code_bytes;
       __builtin_prefetch(meta + ahead, 0, 3);
       w[n] = read_affine(m, meta, band + n, g);
+      if constexpr (has_sub(BITS)) sub[n] = read_sub<BITS>(m, meta);
     }
     for (int s = 0; s < per_group; s++, q += D * digit, scale += rows, sum += rows) {
       Isa::Ints a[NB][NT][D];
@@ -47,10 +49,13 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
           Isa::Bytes c[STEPS];
           if constexpr (STEPS == 8) decode<BITS>(codes + n * stride, planes<BITS>(m), c);
           else decode_half<BITS>(codes + n * stride, planes<BITS>(m), s & 1, c);
+          if constexpr (has_sub(BITS)) scale_codes<STEPS>(sub[n], m.sub, s * seg + b, c);
           UNROLL for (int step = 0; step < STEPS; step++) {
             UNROLL for (int t = 0; t < NT; t++) {
               UNROLL for (int d = 0; d < D; d++) {
-                a[n][t][d] = Isa::dot<code_bits(BITS)>(a[n][t][d], c[step], q + d * digit + t * seg + b + 4 * step);
+                const int8_t *four = q + d * digit + t * seg + b + 4 * step;
+                if constexpr (BITS >= SUPER) a[n][t][d] = Isa::dot_counts(a[n][t][d], c[step], four);
+                else a[n][t][d] = Isa::dot<code_bits(BITS)>(a[n][t][d], c[step], four);
               }
             }
           }
@@ -99,13 +104,15 @@ static void bands_bits(const Matrix &m, int64_t band, int bands, const Digits &x
     case 2: return bands_few<2, D, STEPS>(m, band, bands, x, out, ld);
     case 3: return bands_few<3, D, STEPS>(m, band, bands, x, out, ld);
     case 4: return bands_few<4, D, STEPS>(m, band, bands, x, out, ld);
+    case SUPER + 2: return bands_few<SUPER + 2, D, STEPS>(m, band, bands, x, out, ld);
+    case SUPER + 3: return bands_few<SUPER + 3, D, STEPS>(m, band, bands, x, out, ld);
+    case SUPER + 4: return bands_few<SUPER + 4, D, STEPS>(m, band, bands, x, out, ld);
+    case SUPER + 8: return bands_few<SUPER + 8, D, STEPS>(m, band, bands, x, out, ld);
     default: return bands_few<8, D, STEPS>(m, band, bands, x, out, ld);
   }
 }
 
-[[maybe_unused]] static int no_parts(int, int, int, bool) { return 0; }
-
-static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *) {
+static void rows_stored(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   if (x.seg < BLOCK) {
     if (x.digits == 1) bands_bits<1, 4>(m, band, bands, x, out, ld);
     else bands_bits<3, 4>(m, band, bands, x, out, ld);
@@ -114,4 +121,44 @@ static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, 
   } else {
     bands_bits<3, 8>(m, band, bands, x, out, ld);
   }
+}
+
+// A band under super-scales as one of 8 bits, a group a tile; tokens enough to be worth it share what its codes count.
+template <int KIND> static void expand_codes(const Matrix &m, int64_t band, uint8_t *out) {
+  const uint8_t *tile = m.packed + band * m.groups * m.tile_bytes;
+  for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
+    const Sub sub = read_sub<KIND>(m, tile + m.code_bytes);
+    const Affine w = read_affine(m, tile, band, g);
+    for (int at = 0; at < m.group; at += BLOCK, out += BLOCK * ROWS) {
+      const uint8_t *codes = tile + at / BLOCK * planes<KIND>(m) * 64;
+      for (int i = 0; i < planes<KIND>(m); i++) __builtin_prefetch(codes + PREFETCH + 64 * i, 0, 3);
+      Isa::Bytes c[8];
+      decode<KIND>(codes, planes<KIND>(m), c);
+      scale_codes<8>(sub, m.sub, at, c);
+      UNROLL for (int i = 0; i < 8; i++) Isa::store(out + 64 * i, c[i]);
+    }
+    Isa::store((float *)out, w.scale);
+    Isa::store((float *)out + ROWS, w.offset);
+    out += 2 * ROWS * sizeof(float);
+  }
+}
+
+static void rows_expanded(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld,
+                          uint8_t *scratch) {
+  Matrix v = m;
+  v.packed = scratch, v.bits = 8, v.kind = SUPER + 8, v.sub = 0, v.bands = 1, v.wide = true;
+  v.code_bytes = m.group * ROWS, v.tile_bytes = v.code_bytes + 2 * ROWS * (int64_t)sizeof(float);
+  for (int b = 0; b < bands; b++) {
+    if (m.kind == SUPER + 2) expand_codes<SUPER + 2>(m, band + b, scratch);
+    else if (m.kind == SUPER + 3) expand_codes<SUPER + 3>(m, band + b, scratch);
+    else expand_codes<SUPER + 4>(m, band + b, scratch);
+    rows_stored(v, 0, 1, x, out + b * ROWS, ld);
+  }
+}
+
+[[maybe_unused]] static int no_parts(int, int, int, bool) { return 0; }
+
+static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *scratch) {
+  if (m.sub && x.count > Isa::TOKENS_AT_ONCE) rows_expanded(m, band, bands, x, out, ld, (uint8_t *)scratch);
+  else rows_stored(m, band, bands, x, out, ld);
 }

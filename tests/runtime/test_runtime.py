@@ -536,7 +536,9 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63])
-@pytest.mark.parametrize("fmt", ["int2-g32", "int3-g32", "int4-channel-sym", "int8-g32", "int3-g32-dq"])
+@pytest.mark.parametrize(
+    "fmt", ["int2-g32", "int3-g32", "int4-channel-sym", "int8-g32", "int3-g32-dq", "int3-g16-super"]
+)
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("oracle", [True, False], ids=["reference", "operator"])
 def test_experts_against_the_slow_loop(tokens: int, fmt: str, rank: int, oracle: bool) -> None:

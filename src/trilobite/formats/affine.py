@@ -8,6 +8,9 @@ A weight [N, K] is cut into tiles of 16 rows x one group of G columns. A tile is
     asymmetric, double quant  16 x scale uint8, 16 x offset uint8   decoded by the supergroup's fp32 pairs
     symmetric, double quant   16 x scale uint8
 
+Formats under super-scales (`superscale.py`) have tiles of 64 columns whatever their groups, and a byte for each row and
+group behind the codes.
+
 Rows past N are zero codes with zero metadata. With double quantization the scales (and offsets) of a supergroup, that
 is of the 16 rows x 8 consecutive groups of one row of tiles (16 groups for 4-bit codes and above), are themselves 8-bit
 affine: 128 or 256 values share one fp32 (step, base) pair, as in the offloading paper (MoE offloading, section 3.3).
@@ -23,7 +26,8 @@ import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError, WeightError
-from trilobite.formats.bitpack import BLOCK, ROWS, block_bytes, pack_blocks, unpack_blocks
+from trilobite.formats import superscale
+from trilobite.formats.bitpack import BITS, BLOCK, ROWS, block_bytes, pack_blocks, unpack_blocks
 from trilobite.recipe import Format, is_group
 
 FP16_MAX = 65504.0
@@ -44,16 +48,23 @@ class Grid:
 
 
 def tile_bytes(fmt: Format, k: int) -> int:
-    """Bytes of one tile: codes and metadata of 16 rows x one group."""
-    return code_bytes(fmt, k) + _meta_bytes(fmt)
+    """Bytes of one tile: codes and metadata of 16 rows x one group, or of as many as it has."""
+    return code_bytes(fmt, k) + _meta_bytes(fmt, k)
+
+
+def tile_columns(fmt: Format, k: int) -> int:
+    """Columns of a tile."""
+    return superscale.tile_columns(k) if fmt.super_scales else fmt.group_size(k)
 
 
 def code_bytes(fmt: Format, k: int) -> int:
     """Bytes of the codes of one tile, which come first."""
-    return fmt.group_size(k) * ROWS * fmt.bits // 8
+    return tile_columns(fmt, k) * ROWS * fmt.bits // 8
 
 
-def _meta_bytes(fmt: Format) -> int:
+def _meta_bytes(fmt: Format, k: int) -> int:
+    if fmt.super_scales:
+        return ROWS * (tile_columns(fmt, k) // fmt.group)
     return ROWS * (1 if fmt.symmetric else 2) * (1 if fmt.double_quant else 2)
 
 
@@ -67,7 +78,7 @@ def packed_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int]:
 
     Raises ShapeError when the group does not divide K, or neither of them is what `is_group` wants.
     """
-    g = fmt.group_size(k)
+    g = tile_columns(fmt, k)
     if k % g or k % BLOCK or not is_group(g, fmt.bits):
         raise ShapeError(
             f"K={k} does not divide into groups of {g} columns of {fmt.bits} bits; K is a multiple of {BLOCK}, a group "
@@ -77,32 +88,38 @@ def packed_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int]:
 
 
 def scale_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int] | None:
-    """Shape of the second-level `weight_scale` tensor, uint8, or None without double quantization."""
+    """Shape of the second-level `weight_scale` tensor, uint8, or None where scales stand in the tiles alone."""
+    if fmt.super_scales:
+        return packed_shape(fmt, n, k)[0], -(-k // superscale.SPAN), superscale.SUPER_BYTES
     if not fmt.double_quant:
         return None
     tile_rows, groups, _ = packed_shape(fmt, n, k)
     return tile_rows, -(-groups // supergroup(fmt)), 8 if fmt.symmetric else 16
 
 
-def format_of(packed: Tensor, scale: Tensor | None, k: int) -> Format:
+def format_of(packed: tuple[int, ...], scale: tuple[int, ...] | None, k: int) -> Format:
     """Read the format off the shapes of the stored tensors: they determine it.
 
-    packed: [ceil(N/16), K/G, tile] uint8    scale: second-level tensor or None
+    packed: [ceil(N/16), tiles, bytes of a tile]    scale: of the second-level tensor, or None
     Raises ShapeError when no format has such a tile.
     """
-    if packed.dim() != 3 or packed.shape[1] == 0 or k % packed.shape[1]:
-        raise ShapeError(
-            f"packed tensor of shape {list(packed.shape)} does not belong to a matrix with K={k}"
-        )
-    group = k // packed.shape[1]
-    for bits in (2, 3, 4, 8):
-        for symmetric in (False, True):
-            fmt = Format(bits=bits, group=group, symmetric=symmetric, double_quant=scale is not None)
-            if is_group(group, bits) and k % BLOCK == 0 and tile_bytes(fmt, k) == packed.shape[2]:
-                return fmt
-    raise ShapeError(
-        f"tiles of {packed.shape[2]} bytes for groups of {group} columns belong to no known format"
-    )
+    if len(packed) != 3 or packed[1] == 0 or k % packed[1]:
+        raise ShapeError(f"packed tensor of shape {list(packed)} does not belong to a matrix with K={k}")
+    columns = k // packed[1]
+    if scale is not None and scale[-1] == superscale.SUPER_BYTES:
+        known = [Format(bits=b, group=g, super_scales=True) for b in superscale.UNITS for g in (16, 32)]
+    else:
+        double = scale is not None
+        known = [
+            Format(bits=b, group=columns, symmetric=s, double_quant=double)
+            for b in BITS
+            for s in (False, True)
+            if is_group(columns, b)
+        ]
+    for fmt in known:
+        if k % BLOCK == 0 and tile_columns(fmt, k) == columns and tile_bytes(fmt, k) == packed[2]:
+            return fmt
+    raise ShapeError(f"tiles of {packed[2]} bytes for {columns} columns belong to no known format")
 
 
 def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
@@ -111,6 +128,12 @@ def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
     scale: [N, K/G] fp32    offset: [N, K/G] fp32, or None for a symmetric format
     Raises WeightError when a value exceeds fp16.
     """
+    if fmt.super_scales:
+        assert offset is not None
+        check_scales(scale, offset, fmt)
+        widest = superscale.widest(scale, offset, fmt)
+        per_group = superscale.by_group(widest, scale.shape[1], fmt)
+        return super_grid(*superscale.nearest(scale, offset, per_group, fmt.bits), widest, fmt)
     n = scale.shape[0]
     tile_rows = -(-n // ROWS)
     parts = [scale] if offset is None else [scale, offset]
@@ -130,6 +153,21 @@ def make_grid(scale: Tensor, offset: Tensor | None, fmt: Format) -> Grid:
         values = [_rows(h.float(), n) for h in halves]
     zero = values[1] if offset is not None else values[0] * -(2.0 ** (fmt.bits - 1))
     return Grid(scale=values[0], offset=zero, stored=meta.contiguous(), super=second)
+
+
+def super_grid(s: Tensor, o: Tensor, supers: Tensor, fmt: Format) -> Grid:
+    """The grid of given sub-scales, offset codes [N, K/G] and units [N, D], all fp32, the last as stored."""
+    scale, offset = superscale.line(s, o, superscale.by_group(supers, s.shape[1], fmt), fmt.bits)
+    stored, second = superscale.store(s, o, supers)
+    return Grid(scale=scale, offset=offset, stored=stored, super=second)
+
+
+def check_scales(scale: Tensor, offset: Tensor | None, fmt: Format) -> None:
+    """Raise WeightError when lines of a format, or the super-scales that reach them, do not fit fp16."""
+    check_range(scale, offset)
+    if fmt.super_scales:
+        assert offset is not None
+        check_range(superscale.widest(scale, offset, fmt) * superscale.PARTS, None)
 
 
 def check_range(scale: Tensor, offset: Tensor | None) -> None:
@@ -194,11 +232,12 @@ def encode(codes: Tensor, grid: Grid, fmt: Format) -> Tensor:
     codes: [N, K] uint8    returns: [ceil(N/16), K/G, tile_bytes] uint8
     """
     n, k = codes.shape
-    tile_rows, groups, _ = packed_shape(fmt, n, k)
+    tile_rows, tiles, _ = packed_shape(fmt, n, k)
     if tile_rows * ROWS != n:
         codes = torch.nn.functional.pad(codes, (0, 0, 0, tile_rows * ROWS - n))
-    blocks = pack_blocks(codes, fmt.bits).reshape(tile_rows, groups, -1)
-    return torch.cat((blocks, grid.stored), -1)
+    blocks = pack_blocks(codes, fmt.bits).reshape(tile_rows, tiles, -1)
+    meta = superscale.interleave(grid.stored, tiles) if fmt.super_scales else grid.stored
+    return torch.cat((blocks, meta), -1)
 
 
 def decode(packed: Tensor, scale: Tensor | None, fmt: Format, shape: tuple[int, int]) -> Tensor:
@@ -207,17 +246,20 @@ def decode(packed: Tensor, scale: Tensor | None, fmt: Format, shape: tuple[int, 
     packed: [ceil(N/16), K/G, tile_bytes] uint8    scale: second-level uint8 tensor or None    returns: [N, K] fp32
     """
     n, k = shape
-    tile_rows, groups, tile = packed.shape
-    split = tile - _meta_bytes(fmt)
+    tile_rows = packed.shape[0]
+    split = code_bytes(fmt, k)
     blocks = packed[..., :split].reshape(tile_rows, k // BLOCK, block_bytes(fmt.bits))
-    codes = unpack_blocks(blocks, fmt.bits).view(tile_rows, ROWS, groups, -1).float()
     step, base = read_metadata(packed[..., split:], scale, fmt)
+    codes = unpack_blocks(blocks, fmt.bits).view(tile_rows, ROWS, step.shape[1], -1).float()
     w = codes.mul_(step.permute(0, 2, 1)[..., None]).add_(base.permute(0, 2, 1)[..., None])
     return w.view(tile_rows * ROWS, k)[:n]
 
 
 def read_metadata(meta: Tensor, scale: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Metadata bytes [tile_rows, groups, M] -> scale and offset, both [tile_rows, groups, 16] fp32."""
+    """Metadata bytes [tile_rows, tiles, M] -> scale and offset, both [tile_rows, groups, 16] fp32."""
+    if fmt.super_scales:
+        assert scale is not None
+        return superscale.read(meta, scale, fmt)
     if not fmt.double_quant:
         half = meta.contiguous().view(torch.float16).float()
         step = half[..., :ROWS]

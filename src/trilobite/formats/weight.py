@@ -3,7 +3,7 @@
 On disk a packed weight `model.layers.0.self_attn.q_proj.weight` is up to six tensors, the original name plus a suffix:
 
     weight_packed      tiles (formats/affine.py, formats/lattice.py)        always
-    weight_scale       second-level scales                                  double quantization only
+    weight_scale       second-level scales                                  double quantization, super-scales
     weight_lattice     codebook, transform and scales (formats/lattice.py)  lattice formats only
     weight_signs_in    random vector of the transform of the K inputs       lattice formats only
     weight_signs_out   random vector of the transform of the N outputs      lattice formats only
@@ -39,7 +39,7 @@ SUFFIXES = ("packed", "scale", "lattice", "signs_in", "signs_out", "lra", "lrb")
 class PackedWeight:
     """A quantized matrix [N, K] as stored: codes, scales and an optional low-rank compensator.
 
-    packed: [ceil(N/16), K/G, tile_bytes] uint8        scale: [ceil(N/16), D, 8 or 16] uint8, or None
+    packed: [ceil(N/16), tiles, tile_bytes] uint8      scale: [ceil(N/16), D, 8, 16 or 32] uint8, or None
     lattice: [12] uint8, signs_in, signs_out: uint8, of a lattice format (its G is 8); all or none
     lra: U^T, a factor of R vectors of length N        lrb: V, a factor of R vectors of length K; both or none
     """
@@ -58,7 +58,14 @@ class PackedWeight:
         """The format of the codes: what the lattice record says, or else what the shapes determine."""
         if self.lattice is not None:
             return lattice.read_record(self.lattice).format
-        return affine.format_of(self.packed, self.scale, self.shape[1])
+        scale = None if self.scale is None else tuple(self.scale.shape)
+        return affine.format_of(tuple(self.packed.shape), scale, self.shape[1])
+
+    @property
+    def double_quant(self) -> bool:
+        """Whether scales are themselves codes under fp32 pairs, which the GPU layout does not keep."""
+        fmt = self.format
+        return isinstance(fmt, Format) and fmt.double_quant
 
     @property
     def rank(self) -> int:

@@ -31,7 +31,7 @@ class Column(IntEnum):
     BITS = 6
     GROUP = 7
     SYMMETRIC = 8
-    DOUBLE_QUANT = 9
+    METADATA = 9
     LATTICE = 10
     SIGNS_IN = 11
     SIGNS_OUT = 12
@@ -118,9 +118,14 @@ def _row(w: PackedWeight, offset_of: dict[int, int]) -> list[int]:
         fmt.bits,
         fmt.group,
         int(fmt.symmetric),
-        int(fmt.double_quant),
+        metadata_kind(fmt),
         *6 * [-1],
     ]
+
+
+def metadata_kind(fmt: Format) -> int:
+    """How a format stores its scales, as kernels are told: 0 fp16, 1 double quantization, 2 under super-scales."""
+    return 2 if fmt.super_scales else int(fmt.double_quant)
 
 
 def has_lattice(table: Tensor) -> bool:
@@ -170,7 +175,8 @@ def _format(r: list[int]) -> AnyFormat:
         bits=r[Column.BITS],
         group=r[Column.GROUP],
         symmetric=bool(r[Column.SYMMETRIC]),
-        double_quant=bool(r[Column.DOUBLE_QUANT]),
+        double_quant=r[Column.METADATA] == 1,
+        super_scales=r[Column.METADATA] == 2,
     )
 
 

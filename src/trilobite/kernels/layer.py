@@ -15,7 +15,7 @@ class Coding:
     """What a GPU kernel has to be compiled for; bits = 0: no such matrix.
 
     group: 0 = the whole row    e8p: the words are E8P codewords    tuned: the vectors of its transforms are fp16
-    rank: the largest of all that share this
+    super_scales: 4-bit scales under super-scales    rank: the largest of all that share this
     """
 
     bits: int
@@ -23,8 +23,14 @@ class Coding:
     symmetric: bool = False
     e8p: bool = False
     tuned: bool = False
+    super_scales: bool = False
     rank_bits: int = 0
     rank: int = 0
+
+    @property
+    def scales(self) -> int:
+        """How scales lie in `meta`, as kernels are told: 0 with offsets, 1 symmetric, 2 under super-scales."""
+        return 2 if self.super_scales else int(self.symmetric)
 
 
 ABSENT = Coding(bits=0)
@@ -41,8 +47,17 @@ def spec_of(codings: Codings) -> list[int]:
 def codings_of(spec: tuple[int, ...], projections: int) -> Codings:
     """Inverse of `spec_of`; remembered, as an operator asks at every call."""
     codings = [
-        Coding(bits=b, group=g, symmetric=bool(s), e8p=bool(e), tuned=bool(t), rank_bits=rb, rank=r)
-        for b, g, s, e, t, rb, r in (spec[i : i + 7] for i in range(0, len(spec), 7))
+        Coding(
+            bits=b,
+            group=g,
+            symmetric=bool(s),
+            e8p=bool(e),
+            tuned=bool(t),
+            super_scales=bool(ss),
+            rank_bits=rb,
+            rank=r,
+        )
+        for b, g, s, e, t, ss, rb, r in (spec[i : i + 8] for i in range(0, len(spec), 8))
     ]
     return tuple(tuple(codings[i : i + projections]) for i in range(0, len(codings), projections))
 

@@ -48,6 +48,15 @@ PRESETS: dict[str, Recipe] = {
         _preset("rtn3", "int3-g64", "rtn", "3-bit round to nearest: the baseline"),
         _preset("hqq3", "int3-g64", "hqq", "3-bit half-quadratic zero points: MiLo's baseline"),
         _preset("search3", "int3-g64", "search", "3-bit, scale and offset of least error per group"),
+        _preset(
+            "super2", "int2-g16-super", "search", "2-bit in groups of 16, 4-bit scales under super-scales"
+        ),
+        _preset(
+            "super3", "int3-g16-super", "search", "3-bit in groups of 16, 4-bit scales under super-scales"
+        ),
+        _preset(
+            "super4", "int4-g32-super", "search", "4-bit in groups of 32, 4-bit scales under super-scales"
+        ),
         _fine(2, "2-bit with column scales, errors weighed by a text that comes along"),
         _fine(3, "3-bit with column scales, errors weighed by a text that comes along"),
         _fine(4, "4-bit with column scales, errors weighed by a text that comes along"),

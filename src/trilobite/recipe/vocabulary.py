@@ -51,38 +51,45 @@ def is_group(group: int, bits: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """What stored codes mean: `int3-g64`, `int4-channel-sym`, `int2-g32-dq`.
+    """What stored codes mean: `int3-g64`, `int4-channel-sym`, `int2-g32-dq`, `int3-g16-super`.
 
     bits: 2, 3, 4 or 8    group: columns that share a scale, 0 = a whole row (per channel)
     symmetric: no offset    double_quant: scales and offsets are themselves 8-bit
+    super_scales: scales and offsets have 4 bits, under a scale for 256 columns of a row; neither of the other two
     """
 
     bits: int
     group: int
     symmetric: bool = False
     double_quant: bool = False
+    super_scales: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Format":
         """Read a format's name; raises RecipeError with the grammar."""
+        if m := re.fullmatch(r"int([234])-g(16|32)-super", text):
+            return cls(bits=int(m[1]), group=int(m[2]), super_scales=True)
         m = re.fullmatch(r"int([2348])-(?:g([1-9][0-9]*)|channel)(-sym)?(-dq)?", text)
         group = int(m[2] or 0) if m else -1
         if not m or not is_group(group, int(m[1])):
             raise RecipeError(
-                f"format {text!r}: expected int{{2,3,4,8}}-{{g32,g64,g128,channel}}[-sym][-dq], for example int3-g64; "
-                "g16 goes with 2, 4 and 8 bits"
+                f"format {text!r}: expected int{{2,3,4,8}}-{{g32,g64,g128,channel}}[-sym][-dq], for example int3-g64, "
+                "where g16 goes with 2, 4 and 8 bits; or int{2,3,4}-{g16,g32}-super"
             )
         return cls(bits=int(m[1]), group=group, symmetric=bool(m[3]), double_quant=bool(m[4]))
 
     def __str__(self) -> str:
         """The name that `parse` reads."""
         size = f"g{self.group}" if self.group else "channel"
-        return f"int{self.bits}-{size}{'-sym' if self.symmetric else ''}{'-dq' if self.double_quant else ''}"
+        flags = {"sym": self.symmetric, "dq": self.double_quant, "super": self.super_scales}
+        return "-".join([f"int{self.bits}", size, *(name for name, is_set in flags.items() if is_set)])
 
     def with_bits(self, bits: int) -> "Format":
-        """The same format in so many bits, in groups of 32 where it has 16 and these bits have no such groups."""
+        """The same format in so many bits, with groups or scales of another kind where these bits do not have them."""
+        if self.super_scales and bits < 8:
+            return replace(self, bits=bits)
         group = self.group if is_group(self.group, bits) else 32
-        return replace(self, bits=bits, group=group)
+        return replace(self, bits=bits, group=group, super_scales=False)
 
     def group_size(self, k: int) -> int:
         """Columns per group in a matrix of K = k columns."""

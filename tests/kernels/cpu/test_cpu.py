@@ -56,6 +56,7 @@ FORMATS = [
     *(f"int{b}-{g}-sym" for b in (2, 3, 4, 8) for g in ("g64", "g96")),
     *(f"int{b}-{g}-dq" for b in (2, 3, 4, 8) for g in ("g32", "g64", "channel")),
     *(f"int{b}-g16{suffix}" for b in (2, 4, 8) for suffix in ("", "-sym", "-dq", "-sym-dq")),
+    *(f"int{b}-{g}-super" for b in (2, 3, 4) for g in ("g16", "g32")),
     "int3-g64-sym-dq",
     "int4-g32-sym-dq",
 ]
@@ -71,7 +72,7 @@ def test_linear_of_every_format(tier: str, fmt: str) -> None:
 @pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 9, 16, 17, 33])
 def test_linear_of_every_type(tier: str, dtype: torch.dtype, tokens: int) -> None:
-    for fmt in ("int3-g64", "int2-g16-dq"):
+    for fmt in ("int3-g64", "int2-g16-dq", "int3-g16-super"):
         w = packed_weight(80, 320, fmt)
         assert _linear_error(w, _x(tokens, 320, dtype=dtype), _x(80, dtype=dtype, seed=2)) < ROUNDED[dtype]
 
@@ -79,10 +80,12 @@ def test_linear_of_every_type(tier: str, dtype: torch.dtype, tokens: int) -> Non
 @pytest.mark.parametrize(
     ("rank", "kind"), [(1, "int3"), (5, "int3"), (16, "int8"), (37, "int3"), (3, "fp16")]
 )
-@pytest.mark.parametrize(("k", "fmt"), [(96, "int3-g32"), (256, "int3-g32"), (96, "int2-g16")])
+@pytest.mark.parametrize(
+    ("k", "fmt"), [(96, "int3-g32"), (256, "int3-g32"), (96, "int2-g16"), (96, "int3-g16-super")]
+)
 def test_linear_with_a_compensator(tier: str, rank: int, kind: str, k: int, fmt: str) -> None:
     w = packed_weight(72, k, fmt, rank=rank, kind=kind)
-    plain = PackedWeight(shape=w.shape, packed=w.packed)
+    plain = PackedWeight(shape=w.shape, packed=w.packed, scale=w.scale)
     for tokens in (1, 7, 40):
         x = _x(tokens, k)
         assert _linear_error(w, x) < EXACT
@@ -110,6 +113,8 @@ def test_random_shapes(data: st.DataObject) -> None:
         k, n = step * draw(st.integers(1, 9)), draw(st.integers(1, 130))
         suffix = draw(st.sampled_from(["", "-sym", "-dq", "-sym-dq"]))
         fmt = f"int{draw(st.sampled_from([2, 4, 8] if group == 'g16' else [2, 3, 4, 8]))}-{group}{suffix}"
+        if draw(st.booleans()):
+            fmt = f"int{draw(st.sampled_from([2, 3, 4]))}-{draw(st.sampled_from(['g16', 'g32']))}-super"
         kind = draw(st.sampled_from(["int3", "int8", "fp16"]))
         w = packed_weight(n, k, fmt, rank=draw(st.integers(0, 20)), kind=kind, seed=draw(st.integers(0, 9)))
         dtype = draw(st.sampled_from(list(ROUNDED)))
@@ -118,7 +123,7 @@ def test_random_shapes(data: st.DataObject) -> None:
         cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
 
 
-@pytest.mark.parametrize("fmt", ["int3-g64", "int8-g32", "int4-g16"])
+@pytest.mark.parametrize("fmt", ["int3-g64", "int8-g32", "int4-g16", "int4-g32-super"])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_int8_activations_cost_precision_and_little_of_it(tier: str, fmt: str, tokens: int) -> None:
     w, x = packed_weight(64, 512, fmt), _x(tokens, 512)
@@ -153,7 +158,7 @@ def test_values_that_are_not_finite_stay_with_their_token(
     assert relative_error(y[rest], reference.linear(x[rest], w)) < EXACT
 
 
-@pytest.mark.parametrize("fmt", ["int3-g64", "int2-g16"])
+@pytest.mark.parametrize("fmt", ["int3-g64", "int2-g16", "int4-g16-super"])
 def test_extreme_activations(tier: str, fmt: str) -> None:
     w = packed_weight(32, 64, fmt)
     for scale in (1e30, 1e-30, 0.0):
@@ -182,6 +187,22 @@ def test_a_flipped_bit_is_seen(tier: str) -> None:
         packed = w.packed.clone()
         packed[1, 1, byte] ^= 0x40
         y = ops.linear(x, PackedWeight(shape=w.shape, packed=packed))
+        assert relative_error(y, reference.linear(x, w)) > 100 * EXACT
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_flipped_bit_under_super_scales_is_seen(tier: str, tokens: int) -> None:
+    w, x = packed_weight(32, 320, "int3-g16-super"), _x(tokens, 320)
+    assert w.scale is not None
+    for byte, bit in ((0, 0x40), (191, 0x40), (383, 0x40), (384, 8), (447, 0x80)):  # codes; bytes of groups
+        packed = w.packed.clone()
+        packed[1, 4, byte] ^= bit
+        y = ops.linear(x, PackedWeight(shape=w.shape, packed=packed, scale=w.scale))
+        assert relative_error(y, reference.linear(x, w)) > 100 * EXACT
+    for at in (1, 33):  # a row's super-scale of the first and of the last, shorter span
+        scale = w.scale.clone()
+        scale.view(-1, 32)[at // 32, at % 32] ^= 4
+        y = ops.linear(x, PackedWeight(shape=w.shape, packed=w.packed, scale=scale))
         assert relative_error(y, reference.linear(x, w)) > 100 * EXACT
 
 
@@ -230,8 +251,10 @@ def _both(
         ["int2-g32-sym", "int4-channel", "int3-g32-dq"],
         ["int2-g16-dq"],
         ["int2-g16-dq", "int3-g32", "int8-g16", "int3-channel"],
+        ["int3-g16-super"],
+        ["int2-g16-super", "int4-g16", "int3-g32-super", "int8-g32"],
     ],
-    ids=["one", "mixed", "g16", "mixed with g16"],
+    ids=["one", "mixed", "g16", "mixed with g16", "super", "mixed with super"],
 )
 @pytest.mark.parametrize("rank", [0, 6])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 60])

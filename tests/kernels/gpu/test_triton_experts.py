@@ -114,7 +114,9 @@ def test_experts_without_gates(activation: str, biases: bool) -> None:
     assert error < 4 * TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("fmt", ["int4-channel-sym", "int8-channel-sym", "int2-g32", "int2-g16"])
+@pytest.mark.parametrize(
+    "fmt", ["int4-channel-sym", "int8-channel-sym", "int2-g32", "int2-g16", "int3-g16-super"]
+)
 def test_formats(fmt: str) -> None:
     assert compare(make(2, fmt), torch.tensor([[0, 1]]), DOT) < TOLERANCE[torch.float32]
 

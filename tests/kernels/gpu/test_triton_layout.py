@@ -84,6 +84,39 @@ def test_decodes_as_the_tiles_do(fmt: str) -> None:
     assert torch.equal(decoded, affine.decode(w.packed, w.scale, w.format, w.shape))
 
 
+SUPER = ["int2-g16-super", "int3-g16-super", "int3-g32-super", "int4-g32-super"]
+
+
+@pytest.mark.parametrize("fmt", SUPER)
+@pytest.mark.parametrize("k", [32, 96, 160, 384, 544])
+def test_bytes_under_super_scales_lie_where_the_specification_says(fmt: str, k: int) -> None:
+    w = packed_weight(50, k, fmt)
+    assert w.scale is not None
+    pack = repack([[w]])
+    group, row = pack.codings[0][0].group, pack.table[0, 0].tolist()
+    meta = pack.slab[row[PackColumn.META] :]
+    tile = 64 if k % 64 == 0 else 32
+    stored = w.packed[..., affine.code_bytes(Format.parse(fmt), k) :]
+    for n in (0, 17, 49):
+        for g in range(k // group):
+            word = int(meta[g // 4 * 50 + n])
+            by_row = stored[n // 16, g * group // tile].view(16, -1)[n % 16]
+            assert word >> 8 * (g % 4) & 255 == int(by_row[g % (tile // group)])
+        for d in range(-(-k // 256)):
+            word = int(meta[(-(-k // group // 4) + d // 2) * 50 + n]) >> 16 * (d % 2) & 0xFFFF
+            assert word == int(w.scale[n // 16, d].view(torch.int16)[n % 16]) & 0xFFFF
+
+
+@pytest.mark.parametrize("k", [64, 96, 416, 768])
+@pytest.mark.parametrize("fmt", SUPER)
+def test_tiles_under_super_scales_come_back_bit_for_bit(fmt: str, k: int) -> None:
+    w = packed_weight(50, k, fmt, rank=3)
+    [[back]] = restore(repack([[w]]))
+    assert back is not None
+    for name, tensor in w.tensors().items():
+        assert torch.equal(back.tensors()[name], tensor), name
+
+
 @pytest.mark.parametrize("fmt", ["int3-g64", "int2-g32-sym", "int8-channel-sym", "int4-g128"])
 @pytest.mark.parametrize(("rank", "kind"), [(0, "int3"), (5, "int3"), (3, "int8"), (2, "fp16")])
 def test_tiles_come_back_bit_for_bit(fmt: str, rank: int, kind: str) -> None:
@@ -122,8 +155,9 @@ def test_no_byte_is_wasted() -> None:
     wider = 128 * 64 // 8  # codes of U take 4 bits instead of 3
     assert triton_layout.arrange([[w]])[2] * 4 == w.nbytes() + wider
     assert repack([[w]]).slab.nbytes == w.nbytes() + wider
-    plain = packed_weight(128, 512, "int3-g64")
-    assert repack([[plain]]).slab.nbytes == plain.nbytes()
+    for fmt in ("int3-g64", "int3-g16-super"):
+        plain = packed_weight(128, 512, fmt)
+        assert repack([[plain]]).slab.nbytes == plain.nbytes()
 
 
 def test_experts_of_different_formats_form_classes() -> None:

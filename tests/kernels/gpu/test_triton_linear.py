@@ -74,6 +74,10 @@ def test_columns_in_the_order_of_older_tritons(
         ("int8-channel-sym", 96),
         ("int4-channel-sym", 256),
         ("int3-g64-dq", 192),
+        ("int2-g16-super", 160),
+        ("int3-g16-super", 352),
+        ("int3-g32-super", 544),
+        ("int4-g32-super", 96),
     ],
 )
 def test_every_format(fmt: str, k: int, tile: Tile) -> None:

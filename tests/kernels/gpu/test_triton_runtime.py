@@ -116,6 +116,16 @@ def test_double_quantized_weights_do_not_come_back(gpu: None) -> None:
         layer.state_dict()
 
 
+def test_weights_under_super_scales_come_back(gpu: None) -> None:
+    layer = make_linear("int3-g16-super")
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    layer.settle()
+    assert isinstance(layer.residence, OnGpu)
+    after = layer.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+
+
 def test_the_shipped_tables_are_complete() -> None:
     tables = triton_tuning.shipped()
     assert triton_tuning.render(tables) == triton_tuning.render(

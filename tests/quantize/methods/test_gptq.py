@@ -122,7 +122,8 @@ def test_the_textbook_would_notice_a_fault(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["int2-g64", "int3-g64", "int4-g64", "int3-g64-dq", "int4-g32-sym-dq", "int2-g16-dq"]
+    "name",
+    ["int2-g64", "int3-g64", "int4-g64", "int3-g64-dq", "int4-g32-sym-dq", "int2-g16-dq", "int3-g16-super"],
 )
 def test_better_than_search_where_it_counts(name: str) -> None:
     fmt, w, h = Format.parse(name), weights(64, 256), hessian(256)

@@ -19,7 +19,7 @@ from trilobite.quantize.methods.quantized import Compensation
 from trilobite.quantize.methods.registry import METHODS
 from trilobite.recipe import Format, parse_format
 
-FORMATS = ("int2-g64", "int3-g64", "int4-g32", "int3-g64-sym", "int2-g32-dq")
+FORMATS = ("int2-g64", "int3-g64", "int4-g32", "int3-g64-sym", "int2-g32-dq", "int3-g16-super")
 
 
 def matrix(n: int = 48, k: int = 256) -> Tensor:
@@ -64,7 +64,9 @@ def test_equal_importance_is_none(name: str, rank: int) -> None:
     assert same.error == pytest.approx(none.error, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["int2-g64", "int3-g64", "int4-g32", "int3-g64-sym"])
+@pytest.mark.parametrize(
+    "name", ["int2-g64", "int3-g64", "int4-g32", "int3-g64-sym", "int3-g16-super", "int2-g32-super"]
+)
 def test_native_search_is_the_one_in_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w, h, fmt = matrix(), importance().clamp_min(1e-3), fmt_of(name)
     if not cpu_quantize.supports(w, fmt, "search"):

@@ -80,7 +80,16 @@ def test_error_on_gaussian_weights(
 
 @pytest.mark.parametrize(
     "text",
-    ["int3-g64", "int2-g32", "int2-g16-dq", "int4-g128", "int3-g64-sym", "int3-g64-dq", "int8-channel"],
+    [
+        "int3-g64",
+        "int2-g32",
+        "int2-g16-dq",
+        "int4-g128",
+        "int3-g64-sym",
+        "int3-g64-dq",
+        "int8-channel",
+        "int2-g16-super",
+    ],
 )
 @pytest.mark.parametrize("method", SCALES)
 def test_relative_error_is_that_of_the_decoded_matrix(text: str, method: str) -> None:
@@ -203,7 +212,18 @@ def test_hqq_far_from_zero() -> None:
 
 @pytest.mark.usefixtures("inner_loops")
 @pytest.mark.parametrize("method", SCALES)
-@pytest.mark.parametrize("text", ["int3-g64", "int2-g64-sym", "int3-g64-dq", "int8-g64", "int2-channel"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int3-g64",
+        "int2-g64-sym",
+        "int3-g64-dq",
+        "int8-g64",
+        "int2-channel",
+        "int3-g16-super",
+        "int4-g32-super",
+    ],
+)
 @pytest.mark.parametrize("value", [0.0, 0.5, 0.3, -0.3, 1e-3, 1e4])
 def test_constant_groups_are_exact_within_fp16(method: str, text: str, value: float) -> None:
     w = torch.full((17, 128), value)
@@ -274,6 +294,10 @@ def test_bands_cover_every_row_once(n: int, k: int) -> None:
         "int2-g16",
         "int4-g16-sym",
         "int8-g16",
+        "int2-g16-super",
+        "int3-g16-super",
+        "int3-g32-super",
+        "int4-g32-super",
     ],
 )
 @pytest.mark.parametrize("method", SCALES)

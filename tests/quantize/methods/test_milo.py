@@ -215,7 +215,7 @@ def test_constant_matrices(method: str, value: float) -> None:
 
 
 def test_double_quantized_and_symmetric_formats(outliers: Tensor) -> None:
-    for text in ("int3-g64-dq", "int3-g64-sym", "int2-g32-sym-dq"):
+    for text in ("int3-g64-dq", "int3-g64-sym", "int2-g32-sym-dq", "int2-g16-super"):
         found = METHODS["search"](
             outliers, Format.parse(text), compensation=Compensation(rank=4, iterations=4)
         )

@@ -306,7 +306,15 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, in
     st.sampled_from((1, 15, 16, 17, 50)),
     st.sampled_from((32, 64, 96, 288)),
     st.sampled_from(
-        ("int2-g32", "int3-g64", "int4-g128-dq", "int8-channel-sym", "int3-g32-sym-dq", "int2-channel")
+        (
+            "int2-g32",
+            "int3-g64",
+            "int4-g128-dq",
+            "int8-channel-sym",
+            "int3-g32-sym-dq",
+            "int2-channel",
+            "int3-g16-super",
+        )
     ),
     st.sampled_from(("int3", "int8", "fp16")),
     st.integers(0, 3),

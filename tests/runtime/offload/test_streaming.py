@@ -30,6 +30,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "int3": lambda: load_recipe("rtn3"),
     "milo": lambda: load_recipe("milo-s1"),
     "lattice": lambda: load_recipe("quip3-free"),
+    "super": lambda: load_recipe("super3"),
 }
 
 
@@ -104,6 +105,7 @@ IDS = torch.arange(7, 16)[None]
         ("gpt_oss", "int3"),
         ("qwen2_moe", "milo"),
         ("mixtral", "lattice"),
+        ("mixtral", "super"),
     ],
 )
 def test_streaming_changes_no_bit(

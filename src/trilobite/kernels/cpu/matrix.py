@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError
-from trilobite.formats.affine import packed_shape, scale_shape, tile_bytes
-from trilobite.formats.bitpack import BITS, BLOCK, ROWS
+from trilobite.formats.affine import format_of, packed_shape, scale_shape
+from trilobite.formats.bitpack import ROWS
 from trilobite.formats.incoherence import factors, hadamard_matrix
 from trilobite.formats.weight import LR_GROUP, PackedWeight, factor_shape
 from trilobite.kernels.cpu import native
-from trilobite.recipe import COMPENSATORS, Format, is_group
+from trilobite.kernels.expert_table import metadata_kind
+from trilobite.recipe import COMPENSATORS
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -38,21 +39,15 @@ def dense(t: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
 def _format(
     packed: tuple[int, ...], rows: int, k: int, scale: tuple[int, ...] | None
 ) -> tuple[int, int, int, int]:
-    """Shapes of the stored tensors -> (bits, group, symmetric, double quant). Raises ShapeError."""
-    if len(packed) != 3 or packed[1] == 0 or k % packed[1] or rows < 1:
+    """Shapes of the stored tensors -> (bits, group, symmetric, metadata). Raises ShapeError."""
+    if rows < 1:
         raise ShapeError(
             f"linear: packed tensor of shape {list(packed)} does not belong to a [{rows}, {k}] matrix"
         )
-    group, double = k // packed[1], scale is not None
-    formats = (
-        Format(bits=b, group=group, symmetric=s, double_quant=double) for b in BITS for s in (False, True)
-    )
-    known = (f for f in formats if is_group(group, f.bits) and k % BLOCK == 0)
-    fmt = next((f for f in known if tile_bytes(f, k) == packed[2]), None)
-    if fmt is None:
-        raise ShapeError(
-            f"linear: tiles of {packed[2]} bytes for groups of {group} columns belong to no known format"
-        )
+    try:
+        fmt = format_of(packed, scale, k)
+    except ShapeError as e:
+        raise ShapeError(f"linear: {e}") from None
     expected = packed_shape(fmt, rows, k)
     if packed != expected:
         raise ShapeError(
@@ -60,7 +55,7 @@ def _format(
         )
     if scale is not None and scale != scale_shape(fmt, rows, k):
         raise ShapeError(f"linear: second-level scales are {list(scale)}, not {scale_shape(fmt, rows, k)}")
-    return fmt.bits, group, int(fmt.symmetric), int(double)
+    return fmt.bits, fmt.group, int(fmt.symmetric), metadata_kind(fmt)
 
 
 @lru_cache(maxsize=1024)
@@ -102,12 +97,12 @@ def matrix(
     if scale is not None:
         scale = dense(scale, "linear: scale", torch.uint8)
         scale_size = tuple(scale.shape)
-    bits, group, symmetric, double = _format(tuple(packed.shape), rows, k, scale_size)
+    bits, group, symmetric, metadata = _format(tuple(packed.shape), rows, k, scale_size)
     lra, lrb, rank_bits = _factors(lra, lrb, rows, k)
     rank = 0 if lra is None else lra.shape[0]
     parts = (packed, scale, lra, lrb)
     addresses = (None if t is None else t.data_ptr() for t in parts)
-    return native.MatrixArgs(*addresses, rows, k, rank, rank_bits, bits, group, symmetric, double), parts
+    return native.MatrixArgs(*addresses, rows, k, rank, rank_bits, bits, group, symmetric, metadata), parts
 
 
 class _Rotation:

@@ -33,7 +33,7 @@ class MatrixArgs(Structure):
         *((name, c_void_p) for name in ("packed", "scale", "lra", "lrb")),
         *(
             (name, c_int64)
-            for name in ("n", "k", "rank", "rank_bits", "bits", "group", "symmetric", "double_quant")
+            for name in ("n", "k", "rank", "rank_bits", "bits", "group", "symmetric", "metadata")
         ),
         *((name, c_void_p) for name in ("lattice", "signs_in", "signs_out")),
         ("tuned", c_int64),
@@ -73,7 +73,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 7
+ABI = 8
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 

@@ -10,7 +10,7 @@ from ctypes import Structure, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from trilobite.formats.affine import packed_shape
+from trilobite.formats.affine import packed_shape, scale_shape
 from trilobite.kernels.cpu import native
 from trilobite.recipe import Format
 
@@ -24,7 +24,10 @@ class _Args(Structure):
     """`trilobite_quantize_args`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("w", "scale", "offset", "weight", "original", "values", "packed")),
+        *(
+            (name, c_void_p)
+            for name in ("w", "scale", "offset", "weight", "original", "values", "packed", "super")
+        ),
         *(
             (name, c_int64)
             for name in ("rows", "k", "group", "bits", "symmetric", "method", "steps", "threads")
@@ -38,7 +41,7 @@ def tier() -> str:
 
 
 def supports(w: Tensor, fmt: Format, method: str) -> bool:
-    """Whether the native library quantizes such a band. Double quantization needs more than one tile at a time."""
+    """Whether the native library quantizes such a band. Double quantization needs all of a row of tiles at a time."""
     return _lib is not None and w.device.type == "cpu" and not fmt.double_quant and method in METHODS
 
 
@@ -52,13 +55,13 @@ def quantize_band(
     residual: Tensor,
     packed: bool,
     weight: Tensor | None = None,
-) -> tuple[Line, Tensor | None]:
+) -> tuple[Line, Tensor | None, Tensor | None]:
     """Quantize a band of rows on the calling thread.
 
     w, original: [N, K] fp32    steps: alternations of search from each start
     residual: [N, K] fp32, receives the original minus what is stored    packed: whether to make tiles
     weight: [K] fp32 > 0, of the columns' errors in a search
-    returns: the line [N, K/G] fp32 as found; the tiles or None
+    returns: the line [N, K/G] fp32 as found; the tiles or None; the super-scales or None
     Raises ShapeError for shapes that do not fit, ResourceError without memory.
     """
     assert _lib is not None
@@ -69,14 +72,17 @@ def quantize_band(
     assert w.shape == original.shape == residual.shape
     assert residual.is_contiguous()
     assert residual.dtype == torch.float32
-    scale = torch.empty(n, shape[1], dtype=torch.float32)
-    offset = None if fmt.symmetric else torch.empty(n, shape[1], dtype=torch.float32)
+    scale = torch.empty(n, k // fmt.group_size(k), dtype=torch.float32)
+    offset = None if fmt.symmetric else torch.empty_like(scale)
     tiles = torch.empty(shape, dtype=torch.uint8) if packed else None
-    if weight is not None:
-        groups = weight.view(shape[1], -1)
-        weight = (groups / groups.mean(1, keepdim=True)).contiguous()
-    tensors = (w, scale, offset, weight, original, residual, tiles)
+    if weight is not None and not fmt.super_scales:
+        groups = weight.view(scale.shape[1], -1)
+        weight = groups / groups.mean(1, keepdim=True)
+    weight = None if weight is None else weight.contiguous()
+    second = scale_shape(fmt, n, k)
+    supers = None if second is None else torch.empty(second, dtype=torch.uint8)
+    tensors = (w, scale, offset, weight, original, residual, tiles, supers)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], steps, 1)
     _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes)))
-    return (scale, offset), tiles
+    return (scale, offset), tiles, supers

@@ -155,7 +155,7 @@ def run_product(
         "RANKED": job.ranked,
         "BITS": c.bits,
         "GROUP": c.group,
-        "SYMMETRIC": c.symmetric,
+        "SCALES": c.scales,
         "RANK_BITS": c.rank_bits if low.rank else 0,
         "STEP": step,
         "SPLITS": out.shape[1],

@@ -13,6 +13,7 @@ from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
 from trilobite.kernels.cpu import quantize as cpu_quantize
 from trilobite.quantize.methods.hqq import hqq
 from trilobite.quantize.methods.quantized import Quantized
+from trilobite.quantize.methods.refine import ROUNDS, refined
 from trilobite.quantize.methods.rtn import rtn
 from trilobite.quantize.methods.search import STEPS, Scales, search
 from trilobite.recipe import Format
@@ -85,14 +86,14 @@ def quantize_band(
     original = w if original is None else original
     residual = torch.empty_like(w) if residual is None else residual
     if cpu_quantize.supports(w, fmt, method):
-        scales, tiles = cpu_quantize.quantize_band(
+        scales, tiles, supers = cpu_quantize.quantize_band(
             w, fmt, method, steps=steps, original=original, residual=residual, packed=packed, weight=weight
         )
-        affine.check_range(*scales)
-        return Band(scales=scales, residual=residual, tiles=tiles, super=None)
+        affine.check_scales(*scales, fmt)
+        return Band(scales=scales, residual=residual, tiles=tiles, super=supers)
     n, k = w.shape
     scales = find_scales(w, fmt, method, steps, weight)
-    grid = affine.make_grid(*scales, fmt)
+    grid = stored_grid(w, scales, fmt, method, steps, weight)
     codes = affine.round_to_grid(w, grid, fmt)
     values = (
         codes.view(n, -1, fmt.group_size(k)).float().mul_(grid.scale[..., None]).add_(grid.offset[..., None])
@@ -100,6 +101,20 @@ def quantize_band(
     tiles = affine.encode(codes, grid, fmt) if packed else None
     torch.sub(original, values.view(n, k), out=residual)
     return Band(scales=scales, residual=residual, tiles=tiles, super=grid.super)
+
+
+def stored_grid(
+    w: Tensor, scales: Scales, fmt: Format, method: str, steps: int = STEPS, weight: Tensor | None = None
+) -> affine.Grid:
+    """Scales as stored: nearest to what was found or, by a search under super-scales, refined for what they cost.
+
+    w: [N, K] fp32    scales: [N, K/G] fp32    steps: see `find_scales`    weight: [K] fp32 > 0, of the columns' errors
+    """
+    scale, offset = scales
+    if not fmt.super_scales or method != "search":
+        return affine.make_grid(scale, offset, fmt)
+    assert offset is not None
+    return refined(w, scale, offset, fmt, rounds=min(steps, ROUNDS), weight=weight)
 
 
 class Tiles:

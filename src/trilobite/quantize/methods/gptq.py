@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trilobite.formats import affine
 from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
-from trilobite.quantize.methods.bands import Tiles, bands, check_finite, find_scales
+from trilobite.quantize.methods.bands import Tiles, bands, check_finite, find_scales, stored_grid
 from trilobite.quantize.methods.compensator import fit_factor, quantize_factor
 from trilobite.quantize.methods.hessian import given, inverse_factor, weighted_error
 from trilobite.quantize.methods.lowrank import truncated_svd
@@ -110,8 +110,9 @@ def _rounded(w: Tensor, fmt: Format, order: _Order) -> Tiles:
     n, k = w.shape
     tiles = Tiles(fmt, (n, k), w.device)
     for rows in bands(n, k, BAND):
-        # Double quantization joins groups, and another order reaches all groups at once: their scales come first.
-        known = None if order.natural and not fmt.double_quant else _grid(w[rows], fmt, order.cost)
+        # Second-level scales join groups, and another order reaches all groups at once: their scales come first.
+        joined = fmt.double_quant or fmt.super_scales
+        known = None if order.natural and not joined else _grid(w[rows], fmt, order.cost)
         codes, grid = _round_columns(w[rows], fmt, order, known)
         tiles.put(rows, affine.encode(codes, grid, fmt), grid.super)
     return tiles
@@ -119,7 +120,8 @@ def _rounded(w: Tensor, fmt: Format, order: _Order) -> Tiles:
 
 def _grid(w: Tensor, fmt: Format, cost: Tensor) -> affine.Grid:
     """The grid of least cost for weights as they are, rounded to what is stored. w: [N, K] fp32    cost: [K] fp32."""
-    return affine.make_grid(*find_scales(w, fmt, "search", weight=cost), fmt)
+    scales = find_scales(w, fmt, "search", weight=cost)
+    return stored_grid(w, scales, fmt, "search", weight=cost)
 
 
 def _round_columns(

@@ -143,7 +143,7 @@ class PackedModule(nn.Module, ABC):
         if self.residence is None or self.residence.in_buffers:
             if ops.gpu_layout(self._arrived()):
                 weights = [[None if m is None else m.packed() for m in row] for row in self.matrices()]
-                restorable = all(w is None or w.scale is None for row in weights for w in row)
+                restorable = not any(w is not None and w.double_quant for row in weights for w in row)
                 self.residence = self.on_gpu(ops.repack(weights), restorable)
                 self.put(None)
             else:

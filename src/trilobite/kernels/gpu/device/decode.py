@@ -15,10 +15,22 @@ the tensor core no value changes its thread. Triton before 3.8 gives a thread fo
 import triton
 import triton.language as tl
 
+from trilobite.formats.superscale import UNITS
 from trilobite.kernels.gpu.launch import OLD_TRITON
 
 NEIGHBOURS = tl.constexpr(OLD_TRITON)
 """Whether a thread's values of an operand are four neighbours."""
+
+
+# How scales lie in `meta` (kernels.layer.Coding.scales); 0: with offsets.
+SYMMETRIC = tl.constexpr(1)
+SUPER = tl.constexpr(2)
+
+
+@triton.constexpr_function
+def offset_unit(bits):
+    """One step of an offset under super-scales (formats/superscale.py)."""
+    return UNITS[bits]
 
 
 @triton.jit
@@ -42,13 +54,13 @@ def load_words(p_words, n, chunk, chunks, N, BITS: tl.constexpr, EVEN_K: tl.cons
 @triton.jit
 def load_scales(
     p_meta, n, chunk, first: tl.constexpr, K, N,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Scales and offsets [KS, BLOCK_N] fp32 of the groups that hold pair `first` of the chunks [KS].
 
     Past column K they are the last group's, or finite: what they multiply is zero.
     """
-    PER: tl.constexpr = 2 if SYMMETRIC else 1  # groups a word
+    PER: tl.constexpr = 4 if SCALES == SUPER else 2 if SCALES == SYMMETRIC else 1  # groups a word
     IN_CHUNK: tl.constexpr = first * 8 // GROUP if GROUP > 0 and GROUP < 128 else 0
     rows, inside = n[None, :] + chunk[:, None] * 0, (n < N)[None, :]
     if BITS == 16:
@@ -65,7 +77,19 @@ def load_scales(
         if GROUP > 0 and not EVEN_K:
             word = tl.minimum(word, tl.cdiv(K, GROUP * PER) - 1)
         pair = tl.load(p_meta + (word * N)[:, None] + rows, mask=inside, other=0)
-        if SYMMETRIC:
+        if SCALES == SUPER:
+            code = pair >> IN_CHUNK % 4 * 8
+            word = chunk // 4  # a super-scale is for two chunks, a word has two of them
+            if not EVEN_K:
+                word = tl.minimum(word, tl.cdiv(K, 512) - 1)
+            pair = tl.load(
+                p_meta + ((tl.cdiv(K, GROUP * 4) + word) * N)[:, None] + rows, mask=inside, other=0
+            )
+            pair = pair >> (chunk // 2 % 2 * 16)[:, None]
+            supers = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (1 / 128)
+            scale = supers * ((code & 15) + 1).to(tl.float32)
+            offset = supers * (((code >> 4 & 15) - 15) * offset_unit(BITS)).to(tl.float32)
+        elif SCALES == SYMMETRIC:
             if GROUP > 64:
                 pair = pair >> (chunk // (GROUP // 128) % 2 * 16)[:, None]
             elif IN_CHUNK % 2:

@@ -60,8 +60,8 @@ def gate_up(
     p_x, p_slab, p_table, p_bias, p_z, p_h, p_index, p_order, p_ends, p_tiles,
     S, DIVISOR, E, N, K, R_MAX,
     CLASS_ID: tl.constexpr, MODE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    GATE_BITS: tl.constexpr, GATE_GROUP: tl.constexpr, GATE_SYMMETRIC: tl.constexpr, GATE_RANK_BITS: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, RANK_BITS: tl.constexpr, STEP: tl.constexpr,
+    GATE_BITS: tl.constexpr, GATE_GROUP: tl.constexpr, GATE_SCALES: tl.constexpr, GATE_RANK_BITS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, RANK_BITS: tl.constexpr, STEP: tl.constexpr,
     FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr,
     Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -98,12 +98,12 @@ def gate_up(
             total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(
                 acc, words, p_meta, n, N, x, total, chunk, K,
-                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K,
+                j * STEP // 8, STEP, BITS, GROUP, SCALES, FORM, EVEN_K,
             )  # fmt: skip
             if GATED:
                 gate = add_step(
                     gate, gate_words, p_gate_meta, n, N, x, total, chunk, K,
-                    j * STEP // 8, STEP, GATE_BITS, GATE_GROUP, GATE_SYMMETRIC, FORM, EVEN_K,
+                    j * STEP // 8, STEP, GATE_BITS, GATE_GROUP, GATE_SCALES, FORM, EVEN_K,
                 )  # fmt: skip
     acc, gate = gathered(acc, FORM), gathered(gate, FORM)
     DTYPE: tl.constexpr = p_x.dtype.element_ty

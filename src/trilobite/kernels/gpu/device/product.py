@@ -28,7 +28,7 @@ def product(
     p_x, p_slab, p_table, p_bias, p_z, p_out, p_index, p_order, p_ends, p_tiles,
     S, DIVISOR, E, N, K, R_MAX, PROJECTIONS, PROJECTION,
     CLASS_ID: tl.constexpr, MODE: tl.constexpr, RANKED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr, RANK_BITS: tl.constexpr, STEP: tl.constexpr, FORM: tl.constexpr, KS: tl.constexpr,
+    SCALES: tl.constexpr, RANK_BITS: tl.constexpr, STEP: tl.constexpr, FORM: tl.constexpr, KS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def product(
                 total = step_sums(x, FORM, BLOCK_N)
             acc = add_step(
                 acc, words, p_meta, n, rows, x, total, chunk, K,
-                j * STEP // 8, STEP, BITS, GROUP, SYMMETRIC, FORM, EVEN_K,
+                j * STEP // 8, STEP, BITS, GROUP, SCALES, FORM, EVEN_K,
             )  # fmt: skip
     acc = gathered(acc, FORM)
     if RANK_BITS:

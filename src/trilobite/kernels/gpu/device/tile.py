@@ -154,14 +154,14 @@ def _add_scaled(acc, words, first: tl.constexpr, scale, offset, x, STEP: tl.cons
 @triton.jit
 def add_step(
     acc, words, p_meta, n, rows, x, total, chunk, K,
-    FIRST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
+    FIRST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     FORM: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """acc + W x over STEP columns from pair FIRST of each of the chunks [KS] on, which are in `words`.
 
     x, total: the activations and their sums, of `load_activations` and `step_sums`
     """
-    scale, offset = load_scales(p_meta, n, chunk, FIRST, K, rows, BITS, GROUP, SYMMETRIC, EVEN_K)
+    scale, offset = load_scales(p_meta, n, chunk, FIRST, K, rows, BITS, GROUP, SCALES, EVEN_K)
     if FORM == "factored":
         return _add_factored(acc, words, FIRST, scale, offset, x, total, STEP, BITS)
     else:

@@ -16,17 +16,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trilobite.errors import DeviceError, ShapeError
-from trilobite.formats import affine, lattice
+from trilobite.formats import affine, lattice, superscale
 from trilobite.formats.bitpack import BLOCK, ROWS, block_bytes, unpack_blocks, unpack_stream
 from trilobite.formats.incoherence import signs_bytes
+from trilobite.formats.superscale import SPAN
 from trilobite.formats.weight import LR_GROUP, PackedWeight, compensator_of, encode_factor
 from trilobite.kernels.gpu.layout.codewords import pack_codewords, unpack_codewords
 from trilobite.kernels.gpu.layout.words import (
     CHUNK,
     LANES,
     pack_meta,
+    pack_super,
     pack_words,
     unpack_meta,
+    unpack_super,
     unpack_words,
 )
 from trilobite.kernels.layer import ABSENT, Coding, Codings, Pack, PackColumn
@@ -73,8 +76,7 @@ def _shapes(w: PackedWeight) -> dict[PackColumn, tuple[int, ...]]:
         shapes[PackColumn.SIGNS_IN] = (-(-w.signs_in.numel() // 4),)
         shapes[PackColumn.SIGNS_OUT] = (-(-w.signs_out.numel() // 4),)
     else:
-        groups = k // fmt.group_size(k)
-        shapes[PackColumn.META] = (-(-groups // 2) if fmt.symmetric else groups, n)
+        shapes[PackColumn.META] = (_meta_words(fmt, k), n)
     if w.lra is not None:
         bits = COMPENSATORS[compensator_of(w.lra)]
         shapes[PackColumn.U_WORDS] = (_u_words(w.rank, bits), n, LANES)
@@ -83,6 +85,14 @@ def _shapes(w: PackedWeight) -> dict[PackColumn, tuple[int, ...]]:
             shapes[PackColumn.U_META] = (-(-n // LR_GROUP // 2), w.rank)
             shapes[PackColumn.V_META] = (-(-k // LR_GROUP // 2), w.rank)
     return shapes
+
+
+def _meta_words(fmt: Format, k: int) -> int:
+    """Words of a row's scales and offsets."""
+    groups = k // fmt.group_size(k)
+    if fmt.super_scales:
+        return -(-groups // 4) + -(-k // (2 * SPAN))
+    return -(-groups // 2) if fmt.symmetric else groups
 
 
 def _u_words(rank: int, bits: int) -> int:
@@ -106,12 +116,17 @@ def _affine_parts(w: PackedWeight, fmt: Format) -> dict[PackColumn, Tensor]:
     blocks, meta = w.packed[..., :cut], w.packed[..., cut:]
     bands = w.packed.shape[0]
     codes = unpack_blocks(blocks.reshape(bands, k // BLOCK, block_bytes(fmt.bits)), fmt.bits)[:n]
-    scale, offset = affine.read_metadata(meta, w.scale, fmt)  # [bands, groups, 16]; exact in fp16 but for -dq
-    rows = [v.permute(0, 2, 1).reshape(bands * ROWS, -1)[:n].half() for v in (scale, offset)]
-    return {
-        PackColumn.WORDS: pack_words(codes, fmt.bits),
-        PackColumn.META: pack_meta(rows[0], None if fmt.symmetric else rows[1]),
-    }
+    if fmt.super_scales:
+        assert w.scale is not None
+        parts = superscale.stored_parts(meta, w.scale)
+    else:
+        parts = affine.read_metadata(meta, w.scale, fmt)  # [bands, groups, 16]; exact in fp16 but for -dq
+    first, second = (v.permute(0, 2, 1).reshape(bands * ROWS, -1)[:n] for v in parts)
+    if fmt.super_scales:
+        words = pack_super(first, second)
+    else:
+        words = pack_meta(first.half(), None if fmt.symmetric else second.half())
+    return {PackColumn.WORDS: pack_words(codes, fmt.bits), PackColumn.META: words}
 
 
 def _lattice_parts(w: PackedWeight, fmt: LatticeFormat) -> dict[PackColumn, Tensor]:
@@ -166,8 +181,15 @@ def coding(w: PackedWeight | None) -> Coding:
         assert w.signs_in is not None
         return Coding(bits=fmt.bits, e8p=True, tuned=w.signs_in.numel() == 2 * k, rank_bits=low, rank=w.rank)
     group = fmt.group_size(k)
-    group = 0 if group == k else group
-    return Coding(bits=fmt.bits, group=group, symmetric=fmt.symmetric, rank_bits=low, rank=w.rank)
+    group = 0 if group == k and not fmt.super_scales else group
+    return Coding(
+        bits=fmt.bits,
+        group=group,
+        symmetric=fmt.symmetric,
+        super_scales=fmt.super_scales,
+        rank_bits=low,
+        rank=w.rank,
+    )
 
 
 def repack(rows: Sequence[Sequence[PackedWeight | None]]) -> Pack:
@@ -272,9 +294,14 @@ def _restore_affine(
     slab: Tensor, row: list[int], c: Coding, shape: tuple[int, int], words: Tensor
 ) -> dict[str, Tensor]:
     n, k = shape
-    fmt = Format(bits=c.bits, group=c.group or k, symmetric=c.symmetric)
+    fmt = Format(bits=c.bits, group=c.group or k, symmetric=c.symmetric, super_scales=c.super_scales)
     groups = k // fmt.group
-    meta = _part(slab, row[PackColumn.META], (-(-groups // 2) if c.symmetric else groups, n))
+    meta = _part(slab, row[PackColumn.META], (_meta_words(fmt, k), n))
+    if fmt.super_scales:
+        stored, supers = unpack_super(meta, groups, -(-k // SPAN))
+        grid = affine.super_grid(*superscale.split(stored), supers.float() / superscale.PARTS, fmt)
+        assert grid.super is not None
+        return {"packed": affine.encode(unpack_words(words, k), grid, fmt), "scale": grid.super}
     scale, offset = unpack_meta(meta, groups, c.symmetric)
     grid = affine.make_grid(scale.float(), None if offset is None else offset.float(), fmt)
     return {"packed": affine.encode(unpack_words(words, k), grid, fmt)}

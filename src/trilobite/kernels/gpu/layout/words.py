@@ -12,7 +12,8 @@ have their element p = 0 in the low and p = 1 in the high half of a word, so one
     16     f (fp16 compensators)
 
     words  int32 [ceil(K/128), bits, N, 4]
-    meta   int32 [K/G, N], scale and offset as two fp16; symmetric: [ceil(K/G / 2), N], scales of two groups
+    meta   int32 [K/G, N], scale and offset as two fp16; symmetric: [ceil(K/G / 2), N], scales of two groups;
+           under super-scales [ceil(K/G / 4) + ceil(K / 512), N], bytes of four groups, then two super-scales
 """
 
 import torch
@@ -82,6 +83,23 @@ def pack_meta(scale: Tensor, offset: Tensor | None) -> Tensor:
         second = offset.T
     pair = torch.stack((first, second), -1).contiguous()
     return pair.view(torch.int32).squeeze(-1)
+
+
+def pack_super(codes: Tensor, supers: Tensor) -> Tensor:
+    """Scales under super-scales to words: bytes of four groups in one, then two super-scales in one.
+
+    codes: [N, K/G] uint8    supers: [N, D] fp16    returns: [ceil(K/G / 4) + ceil(D / 2), N] int32
+    """
+    quads = pad(codes, (0, -codes.shape[1] % 4)).contiguous().view(torch.int32)
+    pairs = pad(supers, (0, supers.shape[1] % 2)).contiguous().view(torch.int32)
+    return torch.cat((quads, pairs), 1).T.contiguous()
+
+
+def unpack_super(meta: Tensor, groups: int, spans: int) -> tuple[Tensor, Tensor]:
+    """Inverse of `pack_super`: codes [N, groups] uint8, super-scales [N, spans] fp16."""
+    by_row, quads = meta.T.clone(memory_format=torch.contiguous_format), -(-groups // 4)
+    codes = by_row[:, :quads].view(torch.uint8)[:, :groups]
+    return codes, by_row[:, quads:].view(torch.float16)[:, :spans]
 
 
 def unpack_meta(meta: Tensor, groups: int, symmetric: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,13 @@
+// Shuffles within 16 bytes: byte j of every four into all four, or into both words with zeros above.
+struct alignas(64) Spread {
+  uint8_t bytes[4][64], words[4][64];
+
+  constexpr Spread() : bytes{}, words{} {
+    for (int j = 0; j < 4; j++)
+      for (int i = 0; i < 64; i++) {
+        bytes[j][i] = (uint8_t)(i % 16 / 4 * 4 + j);
+        words[j][i] = i % 2 ? 0x80 : bytes[j][i];
+      }
+  }
+};
+static constexpr Spread SPREAD;
