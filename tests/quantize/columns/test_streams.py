@@ -7,16 +7,29 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import every_architecture
 from support.architectures import TINY_CONFIGS, build_checkpoint
 from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
+from trilobite.quantize.columns import streams as streams_module
 from trilobite.quantize.columns.rescaling import RescaledWeights
 from trilobite.quantize.columns.streams import KNOWN, Stream, find_streams
 from trilobite.runtime.load import load
 
-TESTED = [name for name in TINY_CONFIGS if name in KNOWN]
+TESTED = [name for name in KNOWN if name in TINY_CONFIGS or name in CONFIG_MAPPING_NAMES]
+"""Those that the installed transformers has."""
+
+
+def build(model_type: str, path: Path, dtype: torch.dtype = torch.bfloat16) -> Source:
+    """A tiny random checkpoint; of those that have no configuration of ours in bf16."""
+    if model_type in TINY_CONFIGS:
+        build_checkpoint(model_type, path, dtype=dtype)
+    else:
+        every_architecture.build(model_type, path)
+    return open_source(str(path))
 
 
 def powers_of_two(stream: Stream) -> Tensor:
@@ -48,24 +61,35 @@ def logits(path: Path) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", TESTED)
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [(name, torch.bfloat16) for name in TESTED]
+    + [(name, torch.float32) for name in TESTED if name in TINY_CONFIGS],
+)
 def test_the_model_computes_the_same_bits(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    build_checkpoint(model_type, tmp_path / "original", dtype=dtype)
-    source = open_source(str(tmp_path / "original"))
+    source = build(model_type, tmp_path / "original", dtype)
     streams = find_streams(source, identify(source))
     changed = save(source, rescaled(source, streams, powers_of_two), tmp_path / "rescaled")
     assert torch.equal(logits(tmp_path / "original"), logits(changed))
 
 
-@pytest.mark.parametrize("model_type", KNOWN)
+def test_a_norm_that_adds_one_is_told_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why types are listed: names alone would take Qwen3-Next's norms for Qwen3's, and change the model."""
+    assert "qwen3_next" not in KNOWN
+    monkeypatch.setattr(streams_module, "KNOWN", ("qwen3_next",))
+    source = build("qwen3_next", tmp_path / "original")
+    streams = find_streams(source, identify(source))
+    changed = save(source, rescaled(source, streams, powers_of_two), tmp_path / "rescaled")
+    assert not torch.allclose(logits(tmp_path / "original"), logits(changed), atol=1e-2)
+
+
+@pytest.mark.parametrize("model_type", TESTED)
 def test_every_matrix_of_attention_and_mlps_has_scales(model_type: str, tmp_path: Path) -> None:
-    build_checkpoint(model_type, tmp_path, dtype=torch.bfloat16)
-    source = open_source(str(tmp_path))
+    source = build(model_type, tmp_path)
     matrices = identify(source)
     read = {p.matrix.name for s in find_streams(source, matrices) for p in s.readers}
     body = ("attention", "expert", "shared_expert", "dense_mlp", "router")
-    assert read == {m.name for m in matrices if m.role.value in body and len(m.shape) == 2}
+    assert read == {m.name for m in matrices if m.role.value in body and m.quantizable}
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2", "qwen2_moe"])

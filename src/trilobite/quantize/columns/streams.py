@@ -22,17 +22,27 @@ from trilobite.checkpoint.source import Source
 from trilobite.recipe import BODY_ROLES
 
 KNOWN = (
+    "axk1",
     "deepseek",
     "deepseek_v2",
     "deepseek_v3",
+    "ernie4_5_moe",
+    "exaone_moe",
     "glm4_moe",
+    "glm4_moe_lite",
+    "kolibri1",
+    "mellum",
+    "mimo_v2_flash",
     "minimax_m2",
+    "mistral4",
     "mixtral",
     "olmoe",
+    "phimoe",
     "qwen2_moe",
     "qwen3_moe",
+    "solar_open",
 )
-"""Model types, all with RMS norms whose gain is what the checkpoint holds."""
+"""Model types, all with norms whose gain is what the checkpoint holds (not one less)."""
 
 ATTENTION, MLP = r"self_attn\.", r"(?:mlp|block_sparse_moe)\."
 INPUT, OUTPUT = "input_layernorm", "post_attention_layernorm"
