@@ -3,6 +3,7 @@
 # make sanitize   builds the native library with ASan and UBSan and fuzzes it
 # make old-triton   compiles GPU kernels with the oldest Triton that the package takes
 # make load     asks a server for 1,000 texts from 16 clients, some of whom hang up, and compares every answer
+# make architectures   tries every model type with experts that transformers knows, writes docs/architectures.md
 # make fuzz   damages checkpoints in 10,000 ways and looks how each ends
 # make emulate    builds it for ARM and fuzzes it under QEMU (g++-aarch64-linux-gnu, qemu-user)
 VENV ?= .venv
@@ -15,7 +16,7 @@ PROCESSES ?= 2
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test lint format install clean sanitize old-triton emulate load fuzz
+.PHONY: demo test lint format install clean sanitize old-triton emulate load fuzz architectures
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +51,10 @@ load: install
 
 fuzz: install
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 10000
+
+architectures: install
+	PYTHONPATH=tests $(BIN)/python -m support.every_architecture > build/architectures.md
+	mv build/architectures.md docs/architectures.md
 
 emulate: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100

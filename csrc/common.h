@@ -106,8 +106,8 @@ struct Tier {
   void (*low_rank_v)(const Matrix &m, int64_t rank, const Digits &x, float *z, int64_t ld, void *scratch);
   // out [count, ld] += z U^T for the 64 rows from `row`; z is [count, ldz].
   void (*low_rank_u)(const Matrix &m, int64_t row, const float *z, int64_t ldz, int count, float *out, int64_t ld);
-  // gate = act(gate) * up, or act(gate) when up is NULL.
-  void (*activate)(int activation, float *gate, const float *up, int64_t count);
+  // gate = act(gate) * up, or act(gate) when up is NULL; numbers: of forms that have some.
+  void (*activate)(int activation, const float *numbers, float *gate, const float *up, int64_t count);
   // fp32 -> dtype.
   void (*store)(const float *x, int64_t count, void *y, int dtype);
   // For probes: read bytes with wide loads and prefetch; do `rounds` independent products of the kind that a mode uses

@@ -106,8 +106,8 @@ bool read_matrices(const trilobite_experts_args &a, Active &e) {
   if (!up || !down) return fail("experts: expert %lld has no up or down matrix", (long long)e.expert);
   if (e.gated != (a.gated != 0))
     return fail("experts: expert %lld has %s gate, unlike the layer", (long long)e.expert, e.gated ? "a" : "no");
-  if (!e.gated && a.activation == TRILOBITE_GPT_OSS)
-    return fail("experts: expert %lld has no gate, which activation gpt_oss needs", (long long)e.expert);
+  if (!e.gated && a.activation >= TRILOBITE_GPT_OSS)
+    return fail("experts: expert %lld has no gate, which its activation needs", (long long)e.expert);
   return true;
 }
 
@@ -163,7 +163,7 @@ void gate_up(const Call &c, Active &e, int64_t unit, float *gate, float *up, voi
   }
   float *h = e.gated ? gate : up;
   for (int t = 0; t < e.count; t++)
-    c.t.activate((int)a.activation, h + t * UNIT, e.gated ? up + t * UNIT : nullptr, width);
+    c.t.activate((int)a.activation, a.numbers, h + t * UNIT, e.gated ? up + t * UNIT : nullptr, width);
   c.t.quantize_columns(h, UNIT, row, (int)width, e.h);
 }
 

@@ -256,7 +256,8 @@ bool fuzz_experts(bool lattice) {
   trilobite_experts_args a{};
   a.x = x.data(), a.index = index.data(), a.weights = weights.data(), a.slab = l.slab.data(), a.table = l.table.data();
   a.index_bytes = 8, a.tokens = tokens, a.active = active, a.experts = experts, a.hidden = hidden;
-  a.intermediate = intermediate, a.slab_bytes = (int64_t)l.slab.size(), a.activation = pick(0, 8);
+  a.intermediate = intermediate, a.slab_bytes = (int64_t)l.slab.size(), a.activation = pick(0, gated ? 12 : 8);
+  a.numbers[0] = (float)pick(1, 3), a.numbers[1] = (float)pick(2, 9);
   a.digits = TRILOBITE_EXACT, a.threads = pick(1, 2), a.gated = gated;
   if (pick(0, 1)) a.gate_up_bias = gate_up_bias.data(), a.down_bias = down_bias.data();
   if (lattice) a.rotate_hidden = &h.r, a.rotate_intermediate = &i.r;

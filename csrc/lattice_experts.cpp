@@ -161,7 +161,8 @@ void finish_block(const Layer &l, const Work &w, int64_t block, float *buffer) {
     complete(l, e.gate, e.z_gate ? e.z_gate + first * e.gate.rank : nullptr, count, a.gate_up_bias,
              gate_bias(a, e.expert), h, buffer);
   }
-  for (int t = 0; t < count; t++) l.c.t.activate((int)a.activation, h + t * l.ld, e.gated ? up + t * l.ld : nullptr, n);
+  for (int t = 0; t < count; t++)
+    l.c.t.activate((int)a.activation, a.numbers, h + t * l.ld, e.gated ? up + t * l.ld : nullptr, n);
   if (e.z_down) l.c.t.quantize_columns(h, l.ld, 0, (int)n, w.h_plain.blocks_from((int)block, 1));
   for (int t = 0; e.down.lattice() && t < count; t++) l.c.t.rotate(e.down.in, false, h + t * l.ld, buffer);
   l.c.t.quantize_columns(h, l.ld, 0, (int)n, w.h.blocks_from((int)block, 1));

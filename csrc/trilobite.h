@@ -37,7 +37,10 @@ enum trilobite_activation {
   TRILOBITE_RELU2 = 6,
   TRILOBITE_TANH = 7,
   TRILOBITE_IDENTITY = 8,
-  TRILOBITE_GPT_OSS = 9
+  TRILOBITE_GPT_OSS = 9,  // from here on: with numbers, and gates only (kernels/activation.py)
+  TRILOBITE_CLAMPED_SILU = 10,
+  TRILOBITE_SILU_CLAMPED = 11,
+  TRILOBITE_SOFTCAPPED = 12
 };
 
 // A Hadamard matrix of order n: the Kronecker product of `count` cores, [order, order] of +-1 in fp32, and Sylvester's of
@@ -87,6 +90,7 @@ typedef struct {
   // [tokens, hidden], or NULL: what calls with earlier experts of the layer added up, to which this one adds; y is the
   // rounded total. Experts in ascending order give the bits of one call for all. Not for matrices in lattice formats.
   float *sums;
+  float numbers[2];  // of the activation
 } trilobite_experts_args;
 
 TRILOBITE_API int trilobite_experts(const trilobite_experts_args *args);

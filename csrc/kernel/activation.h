@@ -45,14 +45,24 @@ template <int KIND> static void apply(float *gate, const float *up, int64_t coun
     for (int64_t i = 0; i < count; i++) gate[i] = act(KIND, gate[i]);
 }
 
-static void apply_gpt_oss(float *gate, const float *up, int64_t count) {
-  for (int64_t i = 0; i < count; i++) {
-    const float g = at_most(gate[i], 7.0f), u = at_least(at_most(up[i], 7.0f), -7.0f);
-    gate[i] = (u + 1.0f) * (g * sigmoid(1.702f * g));
+static inline float between(float x, float limit) { return at_least(at_most(x, limit), -limit); }
+
+// The forms of kernels/activation.py that are not act(gate) * up.
+static inline float gated(int kind, float gate, float up, float a, float b) {
+  switch (kind) {
+    case TRILOBITE_GPT_OSS: gate = at_most(gate, b); return (between(up, b) + 1.0f) * (gate * sigmoid(a * gate));
+    case TRILOBITE_CLAMPED_SILU: gate = at_most(gate, a); return gate * sigmoid(gate) * between(up, a);
+    case TRILOBITE_SILU_CLAMPED: return at_most(gate * sigmoid(gate), a) * between(up, a);
+    default: return a * tanhf(gate / a) * sigmoid(gate) * (b * tanhf(up / b));  // tanh_exp is coarse near 0
   }
 }
 
-static void activate(int kind, float *gate, const float *up, int64_t count) {
+template <int KIND> static void apply_gated(const float *numbers, float *gate, const float *up, int64_t count) {
+  const float a = numbers[0], b = numbers[1];
+  for (int64_t i = 0; i < count; i++) gate[i] = gated(KIND, gate[i], up[i], a, b);
+}
+
+static void activate(int kind, const float *numbers, float *gate, const float *up, int64_t count) {
   switch (kind) {
     case TRILOBITE_SILU: return apply<TRILOBITE_SILU>(gate, up, count);
     case TRILOBITE_GELU: return apply<TRILOBITE_GELU>(gate, up, count);
@@ -62,7 +72,10 @@ static void activate(int kind, float *gate, const float *up, int64_t count) {
     case TRILOBITE_QUICK_GELU: return apply<TRILOBITE_QUICK_GELU>(gate, up, count);
     case TRILOBITE_RELU2: return apply<TRILOBITE_RELU2>(gate, up, count);
     case TRILOBITE_TANH: return apply<TRILOBITE_TANH>(gate, up, count);
-    case TRILOBITE_GPT_OSS: return apply_gpt_oss(gate, up, count);
+    case TRILOBITE_GPT_OSS: return apply_gated<TRILOBITE_GPT_OSS>(numbers, gate, up, count);
+    case TRILOBITE_CLAMPED_SILU: return apply_gated<TRILOBITE_CLAMPED_SILU>(numbers, gate, up, count);
+    case TRILOBITE_SILU_CLAMPED: return apply_gated<TRILOBITE_SILU_CLAMPED>(numbers, gate, up, count);
+    case TRILOBITE_SOFTCAPPED: return apply_gated<TRILOBITE_SOFTCAPPED>(numbers, gate, up, count);
     default: return apply<TRILOBITE_IDENTITY>(gate, up, count);
   }
 }

@@ -276,6 +276,26 @@ OTHER_NAMES = {
     "backbone.layers.0.mixer.in_proj.weight": ([4, 8], Role.ATTENTION, 0),
     "backbone.layers.0.mixer.experts.2.up_proj.weight": ([4, 8], Role.EXPERT, 0),
     "backbone.layers.0.mixer.shared_experts.up_proj.weight": ([4, 8], Role.SHARED_EXPERT, 0),
+    "model.layers.0.router.proj.weight": ([4, 8], Role.ROUTER, 0),
+    "model.layers.0.router.per_expert_scale": ([4], Role.ROUTER, 0),
+    "model.layers.0.per_layer_input_gate.weight": ([4, 8], Role.DENSE_MLP, 0),
+    "model.language_model.embed_tokens_per_layer.weight": ([9, 8], Role.EMBEDDING, None),
+    "layers.0.gate.weight": ([4, 8], Role.ROUTER, 0),
+    "output.weight": ([9, 8], Role.HEAD, None),
+    "model.llm.unembed.weight": ([9, 8], Role.HEAD, None),
+    "backbone.embeddings.weight": ([9, 8], Role.EMBEDDING, None),
+    "backbone.layers.0.mixer.up_proj.weight": ([4, 8], Role.DENSE_MLP, 0),
+    "backbone.layers.0.mixer.fc1_latent_proj.weight": ([4, 8], Role.DENSE_MLP, 0),
+    "model.layers.0.block_sparse_moe.gate_proj.weight": ([4, 8], Role.DENSE_MLP, 0),
+    "model.layers.0.share_expert.up_proj.weight": ([4, 8], Role.SHARED_EXPERT, 0),
+    "model.layers.0.mlp.linear_gate.weight": ([4, 8], Role.DENSE_MLP, 0),
+    "model.layers.0.ffn.gate.tid2eid": ([9, 2], Role.OTHER, 0),
+    "model.layers.0.hc_attn_fn": ([4, 8], Role.OTHER, 0),
+    "model.layers.0.self_attn.slope_rate": ([4, 1, 1], Role.OTHER, 0),
+    "model.layers.0.mlp.gate.router_mlp.fc1.weight": ([8, 8], Role.ROUTER, 0),
+    "model.layers.0.input_layernorm.W_down.weight": ([4, 8], Role.OTHER, 0),
+    "model.sam_model.blocks.0.mlp.lin1.weight": ([4, 8], Role.OTHER, 0),
+    "perception.encoder.layers.0.attn.q_proj.weight": ([4, 8], Role.OTHER, 0),
     "vision_tower.layers.0.self_attn.q_proj.weight": ([4, 8], Role.OTHER, 0),
     "model.visual.patch_embed.proj.weight": ([4, 3, 2, 2, 2], Role.OTHER, None),
 }
@@ -359,6 +379,33 @@ def test_shapes_that_fit_no_layout(tmp_path: Path) -> None:
     tensors = {f"{path}.gate_up_proj": random(2, 12, 8), f"{path}.down_proj": random(2, 8, 5)}
     with pytest.raises(ArchitectureError, match=r"\[12, 8\].*\[8, 5\]"):
         identify(synthetic(tmp_path, {"model_type": "any"}, tensors))
+
+
+def test_rows_of_all_experts_one_after_the_other(tmp_path: Path) -> None:
+    """DBRX: [E I, H], and down transposed."""
+    path = "transformer.blocks.0.ffn.experts"
+    names = {f"{path}.mlp.{name}": random(4 * 6, 8) + i for i, name in enumerate(("w1", "v1", "w2"))}
+    source = synthetic(tmp_path, {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 4}}, names)
+    found = by_name(identify(source))
+    assert len(found) == 12
+    for part, (name, stacked) in zip(("gate", "up", "down"), names.items(), strict=True):
+        expected = stacked.view(4, 6, 8)[2]
+        w = read_matrix(source, found[f"{path}.2.{part}_proj.weight"])
+        assert torch.equal(w, expected.T if name.endswith("w2") else expected)
+    with pytest.raises(ArchitectureError, match="24 rows of 5 experts"):
+        identify(synthetic(tmp_path, {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 5}}, names))
+
+
+def test_rows_of_gate_and_up_that_alternate(tmp_path: Path) -> None:
+    path = "model.llm.layers.0.mlp.experts"
+    both, down = random(4, 12, 8), random(4, 8, 6)
+    source = synthetic(
+        tmp_path, {"model_type": "any"}, {f"{path}.w13_weight": both, f"{path}.w2_weight": down}
+    )
+    found = by_name(identify(source))
+    assert torch.equal(read_matrix(source, found[f"{path}.1.w1.weight"]), both[1, 0::2])
+    assert torch.equal(read_matrix(source, found[f"{path}.1.w3.weight"]), both[1, 1::2])
+    assert torch.equal(read_matrix(source, found[f"{path}.1.w2.weight"]), down[1])
 
 
 def test_only_one_expert_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,8 +569,8 @@ def test_unmatched_tensors_are_an_error(tmp_path: Path) -> None:
         ("model.layers.0.strange.weight", (4, 3)),
         ("model.layers.0.mlp.experts.0.strange.weight", (4, 3)),
         ("model.layers.0.mlp.experts.0.strange", (4,)),
-        ("model.layers.0.mlp.input_linear.weight", (2, 4, 3)),
-        ("model.layers.0.self_attention.experts.input_linear.weight", (2, 4, 3)),
+        ("model.layers.0.strange.input_linear.weight", (2, 4, 3)),
+        ("model.layers.0.self_attention.experts.strange_linear.weight", (2, 4, 3)),
         ("model.layers.0.some_norm.weight", (4, 3)),
         ("model.layers.0.self_attn.q_proj.weight_scale_inv", (4, 3)),
     ],

@@ -16,7 +16,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 assert AUTO_QUANTIZATION_CONFIG_MAPPING["trilobite"] is trilobite.TrilobiteConfig
 assert "trilobite" in AUTO_QUANTIZER_MAPPING
 assert AutoConfig.for_model("deepseek").model_type == "deepseek"
-assert not [f for f in sys.meta_path if type(f).__module__.startswith("trilobite.")]
+finders = [f for f in sys.meta_path if type(f).__module__.startswith("trilobite.")]
+assert not [f for f in finders if "transformers" in f.after]
 """
 LIGHT = "import sys, trilobite\nassert not {'torch', 'transformers', 'yaml', 'typing'} & set(sys.modules)\n"
 
@@ -37,6 +38,22 @@ def process(*args: str, cwd: Path | None = None) -> "subprocess.CompletedProcess
 )
 def test_transformers_knows_us(first: str) -> None:
     done = process("-c", first + KNOWN)
+    assert done.returncode == 0, done.stderr
+
+
+CHANGES = """
+import transformers, trilobite
+assert "transformers.models.llama4.modeling_llama4" not in sys.modules
+from transformers.models.llama4 import modeling_llama4
+assert modeling_llama4.Llama4TextMoe.__module__ == "trilobite.models.llama4"
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import transformers.models.llama4.modeling_llama4 as early\n"])
+def test_models_are_changed_when_they_are_imported(first: str) -> None:
+    """And not before, since each takes its time."""
+    changes = CHANGES.replace('assert "', 'assert early or "', 1) if first else CHANGES
+    done = process("-c", "import sys\n" + first + changes)
     assert done.returncode == 0, done.stderr
 
 
@@ -85,7 +102,7 @@ def is_module(name: str) -> bool:
     return bool(package and package.submodule_search_locations and find_spec(name))
 
 
-@pytest.mark.parametrize("plugin", register.PLUGINS)
+@pytest.mark.parametrize("plugin", [*register.PLUGINS, *register.CHANGED.values()])
 def test_what_registers_stands_below_what_needs_transformers(plugin: str) -> None:
     """Else a module of ours that is the first to import transformers would be asked for before it is there."""
     ours = {name for name in needs(plugin) if name.startswith("trilobite.")} - {plugin}

@@ -1,6 +1,6 @@
 """What every tensor of a checkpoint is: its role, its layer, and how one [N, K] matrix is cut from it.
 
-`RULES` is the whole knowledge about names: the first row that matches decides, for all architectures alike.
+`role_names.RULES` is the whole knowledge about names: the first row that matches decides, for all architectures alike.
 Fused experts (one [E, N, K] tensor for a layer) become one `Matrix` an expert and projection, with the names
 that the model has when its experts are stored one by one. A tensor that matches no row is an error, never
 skipped.
@@ -12,6 +12,8 @@ skipped.
     Llama 4       feed_forward.experts.gate_up_proj       [E, H, 2I]        transposed
     gpt-oss       mlp.experts.gate_up_proj                [E, H, 2I]        transposed; gate and up alternate
     gpt-oss       mlp.experts.gate_up_proj_blocks         [E, 2I, H/32, 16] MXFP4; gate and up rows alternate
+    Inkling       mlp.experts.w13_weight                  [E, 2I, H]        gate and up rows alternate
+    DBRX          ffn.experts.mlp.w1                      [E I, H]          the rows of all experts; w2 transposed
 """
 
 import re
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from trilobite.checkpoint.layers import layer_key, layer_number, stack_of
+from trilobite.checkpoint.role_names import RULES
 from trilobite.checkpoint.source import Source
 from trilobite.checkpoint.unpack import (
     MX_GROUP,
@@ -35,71 +38,6 @@ from trilobite.checkpoint.unpack import (
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.recipe import Role
 
-GATE, UP, DOWN = r"(?:gate_proj|w1|wi_0)", r"(?:up_proj|w3|wi_1|wi|fc1)", r"(?:down_proj|w2|wo|fc2)"
-EXPERT = r"\.experts\.(?:expert_)?\d+\."
-SHARED = r"\.shared_(?:experts?|mlp)\."
-MLP = r"\.(?:mlps?(?:\.\d+)?|feed_forward|ffn|DenseReluDense)\."
-# The rest of an attention name must not speak of experts: JetMoE routes between attention heads.
-ATTENTION = (
-    r"\.(?:self_attn|self_attention|cross_attention|encoder_attn|attention|attn|SelfAttention|EncDecAttention"
-    r"|linear_attn|mamba|mamba2|temporal_block)\.(?!.*expert)(?:\w+\.)*"
-)
-MIXER = r"\.(?:mixer|conv|short_conv|ssm)\."
-
-RULES: tuple[tuple[str, Role, str | None], ...] = (
-    # Parts that are kept whole: other modalities, convolutions, states, positions, biases.
-    (r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_)\w*\.", Role.OTHER, None),
-    (r"\b\w*conv(?:1d)?\.weight$", Role.OTHER, None),
-    (r"\.(?:A_log|D|dt_bias|sinks)$", Role.OTHER, None),
-    (r"(?:embed_positions|position_embeddings?|wpe|relative_attention_bias)\.weight$", Role.OTHER, None),
-    # Routers, with their corrections. Before biases: the bias of a router is the router's.
-    (r"(?:e_score_correction_bias|\.expert_bias)$", Role.ROUTER, None),
-    (r"\.shared_expert_gate\.weight$", Role.ROUTER, None),
-    (r"\.router(?:\.(?:layer|gate|classifier))?\.(?:weight|bias)$", Role.ROUTER, None),
-    (r"(?:_|\.)bias$", Role.OTHER, None),
-    (r"(?:\w*norm\w*|\bln_\w+)\.(?:weight|scale)$", Role.NORM, None),
-    (r"\.(?:mlp|block_sparse_moe|feed_forward|ffn|mixer|moe)\.gate(?:\.wg)?\.weight$", Role.ROUTER, None),
-    # Token mixers: attention of every kind, state-space layers, gated convolutions.
-    (ATTENTION + r"(?:q|q_proj|query)\.weight$", Role.ATTENTION, "q"),
-    (ATTENTION + r"(?:k|k_proj|key)\.weight$", Role.ATTENTION, "k"),
-    (ATTENTION + r"(?:v|v_proj|value)\.weight$", Role.ATTENTION, "v"),
-    (ATTENTION + r"(?:o|o_proj|out_proj|dense)\.weight$", Role.ATTENTION, "o"),
-    (ATTENTION + r"q_a_proj\.weight$", Role.ATTENTION, "q_a"),
-    (ATTENTION + r"q_b_proj\.weight$", Role.ATTENTION, "q_b"),
-    (ATTENTION + r"kv_a_proj_with_mqa\.weight$", Role.ATTENTION, "kv_a"),
-    (ATTENTION + r"kv_b_proj\.weight$", Role.ATTENTION, "kv_b"),
-    (ATTENTION + r"\w+\.weight$", Role.ATTENTION, None),
-    (MIXER + r"(?:q|k|v|o|in|out|x|dt)_proj\.weight$", Role.ATTENTION, None),
-    # Routed experts, stored one by one.
-    (EXPERT + GATE + r"\.weight$", Role.EXPERT, "gate"),
-    (EXPERT + UP + r"\.weight$", Role.EXPERT, "up"),
-    (EXPERT + DOWN + r"\.weight$", Role.EXPERT, "down"),
-    # Routed experts, fused: one tensor a layer, cut by `_cut_experts`.
-    (r"\.experts\.gate_up_proj(?:\.weight|_blocks)?$", Role.EXPERT, "gate_up"),
-    (r"\.experts\.gate_proj(?:\.weight|_blocks)?$", Role.EXPERT, "gate"),
-    (r"\.experts\.up_proj(?:\.weight|_blocks)?$", Role.EXPERT, "up"),
-    (r"\.experts\.down_proj(?:\.weight|_blocks)?$", Role.EXPERT, "down"),
-    (r"\.block_sparse_moe\.input_linear\.weight$", Role.EXPERT, "gate_up"),
-    (r"\.block_sparse_moe\.output_linear\.weight$", Role.EXPERT, "down"),
-    # MLPs that every token passes.
-    (SHARED + GATE + r"\.weight$", Role.SHARED_EXPERT, "gate"),
-    (SHARED + UP + r"\.weight$", Role.SHARED_EXPERT, "up"),
-    (SHARED + DOWN + r"\.weight$", Role.SHARED_EXPERT, "down"),
-    (SHARED + r"input_linear\.weight$", Role.SHARED_EXPERT, "gate_up"),
-    (SHARED + r"output_linear\.weight$", Role.SHARED_EXPERT, "down"),
-    (MLP + GATE + r"\.weight$", Role.DENSE_MLP, "gate"),
-    (MLP + UP + r"\.weight$", Role.DENSE_MLP, "up"),
-    (MLP + DOWN + r"\.weight$", Role.DENSE_MLP, "down"),
-    (MLP + r"gate_up_proj\.weight$", Role.DENSE_MLP, "gate_up"),
-    (r"\.layers\.\d+\.fc1\.weight$", Role.DENSE_MLP, "up"),  # BART, M2M100 and their like
-    (r"\.layers\.\d+\.fc2\.weight$", Role.DENSE_MLP, "down"),
-    # Multi-token prediction: joins the next token's embedding to the hidden state.
-    (r"(?:\.eh_proj|^mtp\.fc)\.weight$", Role.DENSE_MLP, None),
-    # Both ends of the model.
-    (r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight$", Role.EMBEDDING, None),
-    (r"^(?:model\.)?shared\.weight$", Role.EMBEDDING, None),
-    (r"(?:^|\.)(?:lm_head|embed_out|shared_head\.head)\.weight$", Role.HEAD, None),
-)
 _RULES = tuple((re.compile(pattern), role, projection) for pattern, role, projection in RULES)
 
 # How many dimensions a rule's tensors may have (others: up to 2). A 2-D "norm" is a matrix, not a norm.
@@ -108,6 +46,15 @@ _DIMS = {Role.EXPERT: (2, 3, 4), Role.NORM: (0, 1), Role.OTHER: tuple(range(9))}
 # Only for shapes that do not tell: in most models the rows are outputs, [gate; up].
 TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text")
 INTERLEAVED = ("gpt_oss",)
+ALTERNATING = ".w13_weight"
+"""How names end of tensors whose gate and up rows alternate in any model."""
+LONG = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+SHORT = {"gate": "w1", "up": "w3", "down": "w2"}
+"""What the matrices of an expert are called; the latter where a stacked tensor is called w13 or w2."""
+FLAT = re.compile(r"\.experts\.mlp\.(?:w1|v1|w2)$")
+"""Names of tensors that hold the rows of all experts one after the other."""
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts of a layer."""
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 
@@ -133,9 +80,11 @@ class View:
     expert: index in dimension 0    half: 0 the gate, 1 the up part of a fused pair
     transposed: stored as [K, N]    interleaved: gate and up alternate instead of following each other
     scale: tensor of the scales    block: rows and columns that share one (fp8); None with a scale = MXFP4
+    rows: that many in dimension 0 are of one expert; None: one
     """
 
     expert: int | None = None
+    rows: int | None = None
     half: int | None = None
     transposed: bool = False
     interleaved: bool = False
@@ -202,7 +151,7 @@ def identify(
         scale = scales.get(name)
         blocks = (int(block[0]), int(block[1])) if scale and info.dtype in FP8 else None
         view = View(scale=scale, block=blocks)
-        if match.role is Role.EXPERT and len(info.shape) > 2:
+        if match.role is Role.EXPERT and (len(info.shape) > 2 or FLAT.search(name)):
             matrices += _cut_experts(source, name, match.projection, view)
         else:
             index = _EXPERT_INDEX.search(name) if match.role is Role.EXPERT else None
@@ -230,7 +179,7 @@ def read_matrix(source: Source, matrix: Matrix) -> Tensor:
 
 def _original(source: Source, matrix: Matrix) -> Tensor:
     view = matrix.view
-    w = _read(source, matrix.source, view.expert)
+    w = _read(source, matrix.source, view.expert, view.rows)
     if view.scale:
         scale = _read(source, view.scale, view.expert)
         if view.block:
@@ -243,12 +192,19 @@ def _original(source: Source, matrix: Matrix) -> Tensor:
 
 def cut(w: Tensor, view: View) -> Tensor:
     """A matrix [N, K] as a view of the whole tensor that holds it."""
-    part = w if view.expert is None else w[view.expert]
+    part = w
+    if view.expert is not None:
+        rows = view.rows
+        part = w[view.expert] if rows is None else w[view.expert * rows : (view.expert + 1) * rows]
     return _half(part.mT if view.transposed else part, view)
 
 
-def _read(source: Source, name: str, expert: int | None) -> Tensor:
-    return source.read(name) if expert is None else source.read_part(name, expert, expert + 1)[0]
+def _read(source: Source, name: str, expert: int | None, rows: int | None = None) -> Tensor:
+    if expert is None:
+        return source.read(name)
+    if rows is not None:
+        return source.read_part(name, expert * rows, (expert + 1) * rows)
+    return source.read_part(name, expert, expert + 1)[0]
 
 
 def _half(w: Tensor, view: View) -> Tensor:
@@ -303,6 +259,9 @@ def _cut_experts(source: Source, name: str, projection: str | None, view: View) 
             raise ArchitectureError(f"{name}: MXFP4 blocks of shape {list(shape)}; expected [E, N, K/32, 16]")
         shape = (*shape[:2], shape[2] * MX_GROUP)
         transposed = False
+    elif FLAT.search(name):
+        shape = _unflattened(source, name)
+        transposed = projection == "down"
     elif len(shape) != 3:
         raise ArchitectureError(f"{name}: fused experts of shape {list(shape)}; expected [E, N, K]")
     else:
@@ -311,10 +270,11 @@ def _cut_experts(source: Source, name: str, projection: str | None, view: View) 
     if projection == "gate_up" and n % 2:
         raise ArchitectureError(f"{name}: {n} rows of gate and up; expected an even number")
     path = _experts_path(name)
+    names = SHORT if re.search(r"\.w(?:13|2)_weight$", name) else LONG
     halves = ((0, "gate"), (1, "up")) if projection == "gate_up" else ((None, projection),)
     return [
         Matrix(
-            name=f"{path}.{e}.{part}_proj.weight" if part else f"{name.removesuffix('.weight')}.{e}.weight",
+            name=f"{path}.{e}.{names[part]}.weight" if part else f"{name.removesuffix('.weight')}.{e}.weight",
             role=Role.EXPERT,
             layer=layer_number(name),
             expert=e,
@@ -325,7 +285,9 @@ def _cut_experts(source: Source, name: str, projection: str | None, view: View) 
                 expert=e,
                 half=half,
                 transposed=transposed,
-                interleaved=half is not None and _model_type(source) in INTERLEAVED,
+                interleaved=half is not None
+                and (_model_type(source) in INTERLEAVED or name.endswith(ALTERNATING)),
+                rows=shape[1] if FLAT.search(name) else None,
                 scale=view.scale,
                 block=view.block,
             ),
@@ -336,9 +298,27 @@ def _cut_experts(source: Source, name: str, projection: str | None, view: View) 
 
 
 def _experts_path(name: str) -> str:
-    """`a.experts.gate_up_proj` and `a.input_linear.weight` -> `a.experts`."""
+    """`a.experts.gate_up_proj`, `a.input_linear.weight` and `a.experts.mlp.w1` -> `a.experts`.
+
+    Step 3.7's `moe.gate_proj.weight` -> `mlp.experts`, where its model has them.
+    """
     parent = name.removesuffix(".weight").rpartition(".")[0]
+    parent = parent.removesuffix(".mlp") if FLAT.search(name) else parent
+    if parent.endswith(".moe"):
+        return f"{parent.removesuffix('.moe')}.mlp.experts"
     return parent if parent.endswith(".experts") else f"{parent}.experts"
+
+
+def _unflattened(source: Source, name: str) -> tuple[int, int, int]:
+    """[E, rows of one, columns] of a tensor that holds the rows of all experts."""
+    config = text_config(source)
+    inside = config.get("ffn_config")
+    counts = [c.get(key) for c in (config, inside) if isinstance(c, dict) for key in COUNTS]
+    experts = next((n for n in counts if type(n) is int and n > 0), 0)
+    n, k = source.tensors[name].shape
+    if not experts or n % experts:
+        raise ArchitectureError(f"{name}: {n} rows of {experts} experts; expected as many of each")
+    return experts, n // experts, k
 
 
 def _is_transposed(source: Source, name: str, projection: str) -> bool:
@@ -364,9 +344,18 @@ def _is_transposed(source: Source, name: str, projection: str) -> bool:
     return _model_type(source) in TRANSPOSED
 
 
+PAIRS = (
+    ("gate_up_proj", "down_proj"),
+    ("input_linear", "output_linear"),
+    ("fc1", "fc2"),
+    ("w13_weight", "w2_weight"),
+)
+"""What the stacked tensors of gate and up, and of down, are called."""
+
+
 def _pair(source: Source, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The per-expert shapes of the gate_up and down tensors of this layer, when it has both."""
-    for up, down in (("gate_up_proj", "down_proj"), ("input_linear", "output_linear")):
+    for up, down in PAIRS:
         names = [re.sub(rf"\b(?:{up}|{down})(\.weight)?$", rf"{part}\1", name) for part in (up, down)]
         if len(set(names)) == 2 and all(n in source.tensors for n in names):
             return source.tensors[names[0]].shape[1:], source.tensors[names[1]].shape[1:]

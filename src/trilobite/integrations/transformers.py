@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, PrefixChange
 from transformers.quantizers import HfQuantizer
 
 from trilobite.checkpoint.guard import lift
@@ -202,8 +202,14 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             self.notes = self._describe(self.plan)
         model.save_pretrained = partial(save_packed, model, self.notes)
         model.resize_token_embeddings = partial(resize_packed, model, self.notes)
-        # What save_pretrained reverses: the renamings, not the converters that stacked 16-bit experts.
-        model._weight_conversions = get_model_conversion_mapping(model, None, self, add_legacy=False)
+        # What save_pretrained reverses: the renamings, not the converters that stacked 16-bit experts, nor a change of
+        # prefixes that these files had no need of.
+        used = {c.source_patterns[0] for c in model._weight_conversions or () if isinstance(c, PrefixChange)}
+        model._weight_conversions = [
+            c
+            for c in get_model_conversion_mapping(model, None, self, add_legacy=False)
+            if not isinstance(c, PrefixChange) or c.source_patterns[0] in used
+        ]
         if self.streamed is not None:
             self.streamed.bind(model)
             self.streamed = None

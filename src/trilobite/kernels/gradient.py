@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as dense_linear
-from transformers.activations import ACT2FN
 
 from trilobite.formats.weight import PackedWeight, dequantize
+from trilobite.kernels.activation import gate_fn, plain_fn
 from trilobite.kernels.expert_table import DOWN, GATE, UP, expert_weight
 from trilobite.kernels.layer import ExpertsLayer, Pack, codings_of
-from trilobite.kernels.reference import gate_fn
 
 LINEAR_INPUTS = ("x", "packed", "scale", "lra", "lrb", "bias", "rows", "activations", "threads")
 LATTICE_INPUTS = (
@@ -190,7 +189,8 @@ def experts_gradient(
                 dense_linear(inputs, w, b) for w, b in zip(first, _biases(layer, e, len(first)), strict=True)
             ]
             before = [t.detach().requires_grad_() for t in before]
-            h = gate_fn(layer.activation)(*before) if len(before) == 2 else ACT2FN[layer.activation](*before)
+            act = (gate_fn if len(before) == 2 else plain_fn)(layer.activation)
+            h = act(*before)
             dh = torch.autograd.grad(h, before, (dy * weight) @ down)
         y = dense_linear(h.detach(), down, None if layer.down_bias is None else layer.down_bias[e].float())
         d_weights[token, slot] = (dy * y).sum(-1).to(d_weights.dtype)

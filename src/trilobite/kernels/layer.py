@@ -96,7 +96,7 @@ class ExpertsLayer:
     """The routed experts of one layer as the `experts` operator takes them: E experts, gates among them or not.
 
     slab, table: as stored (`expert_table`), or of a `Pack` in the GPU layout    codings: of that pack, () as stored
-    hidden, intermediate: H, I    activation: as `reference.gate_fn` knows them
+    hidden, intermediate: H, I    activation: as in `kernels/activation.py`
     gate_up_bias: [E, 2I], gate first, [E, I] without gates, or None    down_bias: [E, H] or None
     """
 

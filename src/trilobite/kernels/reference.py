@@ -4,23 +4,15 @@ Weights in a lattice format are multiplied in rotated coordinates (QuIP# Algorit
 codes stand for, rotate back. `dequantize` gives the same matrix in plain coordinates.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as dense_linear
-from transformers.activations import ACT2FN
 
-from trilobite.errors import ArchitectureError
 from trilobite.formats.incoherence import Spin
 from trilobite.formats.weight import PackedWeight, decode_factor, dequantize, rotated, spins
+from trilobite.kernels.activation import gate_fn, plain_fn
 from trilobite.kernels.expert_table import DOWN, GATE, UP, expert_weight
 from trilobite.kernels.layer import ExpertsLayer
-
-GPT_OSS = "gpt_oss"
-"""Name of gpt-oss's clamped gate: the only gated activation that is not act(gate) * up."""
-GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0
-"""Its constants, which every backend has built in."""
 
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -99,27 +91,6 @@ def _key(spin: Spin, signs: Tensor | None) -> tuple[str, bytes]:
     return spin.transform, signs.cpu().numpy().tobytes()
 
 
-def gate_fn(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Gated activation by name: (gate, up) -> act(gate) * up.
-
-    name: a key of transformers' ACT2FN, or "gpt_oss": (min(up, 7) clamped to +-7, plus 1) * g * sigmoid(1.702 g)
-    Raises ArchitectureError for an unknown name.
-    """
-    if name == GPT_OSS:
-
-        def gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
-            gate, up = gate.clamp(max=GPT_OSS_LIMIT), up.clamp(-GPT_OSS_LIMIT, GPT_OSS_LIMIT)
-            return (up + 1) * gate * torch.sigmoid(GPT_OSS_ALPHA * gate)
-
-        return gpt_oss
-    if name not in ACT2FN:
-        raise ArchitectureError(
-            f"activation {name!r} is unknown; known are {GPT_OSS} and those of transformers"
-        )
-    act = ACT2FN[name]
-    return lambda gate, up: act(gate) * up
-
-
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: ExpertsLayer) -> Tensor:
     """Sum over a token's experts of weight * down(act(gate(x)) * up(x)), in float32.
 
@@ -127,7 +98,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: Expert
     layer: as stored    returns: [T, H] in x.dtype
     """
     shape = layer.intermediate, layer.hidden
-    inputs, act = _Inputs(x.float()), gate_fn(layer.activation)
+    inputs = _Inputs(x.float())
     outputs = _Outputs(inputs.x)
     for e in range(layer.table.shape[0]):
         token, slot = torch.where(top_k_index == e)
@@ -142,9 +113,10 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: Expert
         bias = inputs.x.new_zeros(1) if layer.gate_up_bias is None else layer.gate_up_bias[e].float()
         gate_bias, up_bias = bias[: layer.intermediate], bias[-layer.intermediate :]
         if gate is None:
-            h = ACT2FN[layer.activation](inputs.times(up, token) + up_bias)
+            h = plain_fn(layer.activation)(inputs.times(up, token) + up_bias)
         else:
-            h = act(inputs.times(gate, token) + gate_bias, inputs.times(up, token) + up_bias)
+            gates, ups = inputs.times(gate, token) + gate_bias, inputs.times(up, token) + up_bias
+            h = gate_fn(layer.activation)(gates, ups)
         outputs.add(h, down, token, weight)
         if layer.down_bias is not None:
             outputs.add_bias(layer.down_bias[e], token, weight)

@@ -22,7 +22,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 from transformers.models.nllb_moe import modeling_nllb_moe as theirs
 
-from trilobite.models.plain_experts import PlainExperts
+from trilobite.models.stacked_experts import PlainExperts
 
 
 class NllbMoeExperts(PlainExperts):

@@ -13,7 +13,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 from transformers.models.switch_transformers import modeling_switch_transformers as theirs
 
-from trilobite.models.plain_experts import PlainExperts
+from trilobite.models.stacked_experts import PlainExperts
 
 
 class SwitchTransformersExperts(PlainExperts):

@@ -5,9 +5,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from trilobite.formats.padding import filled_up
 from trilobite.formats.weight import low_rank_bytes
 from trilobite.quantize.plan.ranks import weight_bytes
-from trilobite.recipe import Format, parse_format
+from trilobite.recipe import Format, Role, parse_format
 from trilobite.report.read import Row
 
 WORST = 10
@@ -46,8 +47,8 @@ def worst(rows: Sequence[Row]) -> list[Worst]:
 
 def remedies(row: Row) -> tuple[str, ...]:
     """What would lower the error of one matrix, cheapest first: free, then by bits per weight."""
-    n, k = row["shape"]
     fmt, method, rank = parse_format(row["format"]), row.get("method", ""), row.get("rank", 0)
+    n, k = filled_up((row["shape"][0], row["shape"][1]), fmt, expert=row["role"] == Role.EXPERT.value)
     free, paid = [], []
     if row.get("underflow") and isinstance(fmt, Format):
         free.append(f"{replace(fmt, double_quant=True)}: its weights are below what fp16 scales hold")

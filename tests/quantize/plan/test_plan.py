@@ -32,7 +32,12 @@ def body(text: str, *, rank: str = "", **settings: object) -> Recipe:
 
 
 def llama(
-    path: Path, *, k: int = 64, expert_k: int | None = None, dtype: torch.dtype = torch.bfloat16
+    path: Path,
+    *,
+    k: int = 64,
+    expert_k: int | None = None,
+    expert_n: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
     """A checkpoint by hand: attention with K = k, one expert pair with K = expert_k."""
     path.mkdir()
@@ -41,7 +46,9 @@ def llama(
     tensors["model.norm.weight"] = torch.ones(64, dtype=dtype)
     if expert_k:
         for e in range(2):
-            tensors[f"{ONE_LAYER}.mlp.experts.{e}.down_proj.weight"] = torch.ones(64, expert_k, dtype=dtype)
+            tensors[f"{ONE_LAYER}.mlp.experts.{e}.down_proj.weight"] = torch.ones(
+                expert_n, expert_k, dtype=dtype
+            )
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({"model_type": "mixtral", "hidden_size": 64}))
     return path
@@ -100,20 +107,30 @@ def test_group_falls_back_to_the_largest_that_divides(tmp_path: Path) -> None:
         assert group == wanted or f"K={k}" in line.note
 
 
-def test_attention_that_fits_no_group_is_kept_and_says_why(tmp_path: Path) -> None:
+def test_columns_are_filled_up_and_counted(tmp_path: Path) -> None:
     source = open_source(str(llama(tmp_path / "m", k=40, expert_k=64)))
     line = lines(prepare(source, body("int3-g64")))[f"{ONE_LAYER}.self_attn.q_proj.weight"]
+    n, k = line.matrix.shape
+    assert k == 40
+    assert line.packed_shape == (n, 64)
+    assert line.note == f"[{n}, 40] filled up to [{n}, 64]"
+    assert line.nbytes == 32 * 64 * 3.5 / 8  # 20 rows are two tiles
+
+
+def test_columns_are_not_filled_up_where_that_costs_more_than_16_bit(tmp_path: Path) -> None:
+    source = open_source(str(llama(tmp_path / "m", k=8, expert_k=64)))
+    line = lines(prepare(source, body("int8-g32")))[f"{ONE_LAYER}.self_attn.q_proj.weight"]
     assert line.format is None
-    assert line.note == "K=40 is not a multiple of 32, the smallest group"
+    assert line.note == "K=8 is not a multiple of 32; filled up it would be no smaller than in 16 bit"
 
 
-def test_experts_that_fit_no_group_are_an_error_with_the_remedy(tmp_path: Path) -> None:
-    source = open_source(str(llama(tmp_path / "m", expert_k=40)))
-    with pytest.raises(ShapeError, match=r"experts\.0\.down_proj\.weight: K=40") as e:
-        prepare(source, body("int3-g64"))
-    assert "--keep expert" in str(e.value)
-    kept = prepare(source, body("int3-g64").keeping((Role.EXPERT,)))
-    assert {line.note for line in kept.lines if line.matrix.role is Role.EXPERT} == {"kept by the recipe"}
+def test_rows_of_experts_are_filled_up_too(tmp_path: Path) -> None:
+    """With scales of their own: rows of zeros would share double-quantized ones with others, and be none."""
+    for n, k, fmt in ((64, 40, "int3-g64-dq"), (40, 64, "int3-g64")):
+        source = open_source(str(llama(tmp_path / f"{n}", expert_k=k, expert_n=n)))
+        line = lines(prepare(source, body("int3-g64-dq")))[f"{ONE_LAYER}.mlp.experts.0.down_proj.weight"]
+        assert line.packed_shape == (64, 64)
+        assert str(line.format) == fmt
 
 
 def test_float32_is_kept_as_bf16_where_it_is_large(tmp_path: Path) -> None:

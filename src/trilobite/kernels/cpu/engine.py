@@ -22,6 +22,7 @@ from trilobite.errors import ArchitectureError, ShapeError
 from trilobite.formats.bitpack import BLOCK
 from trilobite.formats.incoherence import factors
 from trilobite.formats.weight import PackedWeight
+from trilobite.kernels.activation import split
 from trilobite.kernels.cpu import native
 from trilobite.kernels.cpu.matrix import dense, dtype_code, lattice_matrix, matrix, rotation
 from trilobite.kernels.expert_table import Column, check_routing, has_gates, has_lattice
@@ -42,8 +43,11 @@ ACTIVATIONS = {
     "tanh": 7,
     "linear": 8,
     "gpt_oss": 9,
+    "clamped_silu": 10,
+    "silu_clamped": 11,
+    "softcapped": 12,
 }
-"""Gate activations of the library; others run in the reference."""
+"""Forms of activations of the library; others run in the reference."""
 DIGITS = {"exact": 3, "int8": 1}
 TIERS = ("scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx")
 
@@ -174,7 +178,7 @@ def runs(fmt: LatticeFormat, n: int, k: int) -> bool:
 
 def runs_experts(layer: ExpertsLayer) -> bool:
     """Whether the library runs a layer: it has the activation, and `runs` holds for all matrices in a lattice format."""
-    if layer.activation not in ACTIVATIONS:
+    if split(layer.activation)[0] not in ACTIVATIONS:
         return False
     if not has_lattice(layer.table):
         return True
@@ -223,7 +227,8 @@ def experts_args(
 
     Raises ShapeError or ArchitectureError.
     """
-    if layer.activation not in ACTIVATIONS:
+    form, numbers = split(layer.activation)
+    if form not in ACTIVATIONS:
         raise ArchitectureError(
             f"activation {layer.activation!r} is not one of the CPU engine: {', '.join(ACTIVATIONS)}"
         )
@@ -250,7 +255,8 @@ def experts_args(
         hidden=hidden,
         intermediate=intermediate,
         slab_bytes=slab.numel(),
-        activation=ACTIVATIONS[layer.activation],
+        activation=ACTIVATIONS[form],
+        numbers=(*numbers, 0.0, 0.0)[:2],
         gated=int(gated),
         digits=DIGITS[settings.activations],
     )

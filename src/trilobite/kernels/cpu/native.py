@@ -6,7 +6,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator
-from ctypes import Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import Structure, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
 from trilobite.errors import ResourceError, ShapeError
@@ -60,6 +60,7 @@ class ExpertsArgs(Structure):
         ("threads", c_int64),
         ("gated", c_int64),
         *((name, c_void_p) for name in ("rotate_hidden", "rotate_intermediate", "sums")),
+        ("numbers", c_float * 2),
     )
 
 

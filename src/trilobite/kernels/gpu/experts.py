@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError
+from trilobite.kernels.activation import gate_fn, plain_fn
 from trilobite.kernels.expert_table import DOWN, GATE, UP, check_routing
 from trilobite.kernels.gpu.calls import (
     Inputs,
@@ -42,7 +43,6 @@ from trilobite.kernels.gpu.launch import (
 from trilobite.kernels.gpu.rotated import run_rotated
 from trilobite.kernels.gpu.tuning import Tile, fitted, suited, tile_for
 from trilobite.kernels.layer import Coding, ExpertsLayer, PackColumn
-from trilobite.kernels.reference import gate_fn
 
 ACTIVATIONS = (
     "silu",
@@ -310,8 +310,7 @@ class Launches:
         if self.gate_up_bias is not None:
             bias = self.gate_up_bias[known].float()
             gate, up = gate + bias[:, : self.intermediate], up + bias[:, -self.intermediate :]
-        act = gate_fn(self.activation)
-        made = act(gate, up) if g.gated else act(up, torch.ones_like(up))
+        made = gate_fn(self.activation)(gate, up) if g.gated else plain_fn(self.activation)(up)
         if g.class_id >= 0:
             made = torch.where(
                 (self.matrices.table[known, UP, PackColumn.CLASS] == g.class_id)[:, None], made, h

@@ -54,7 +54,8 @@ def check_experts(experts: nn.Module, path: str) -> None:
     asked = ["has_gate", "is_transposed"]
     if getattr(experts, "has_gate", True):
         asked += ["_apply_gate", "is_concatenated"]
-    if not all(hasattr(experts, a) for a in asked) or getattr(experts, "has_post_expert_norm", False):
+    own = any(getattr(experts, a, False) for a in ("has_post_expert_norm", "scales_inputs"))
+    if own or not all(hasattr(experts, a) for a in asked):
         raise ArchitectureError(
             f"{path}: {type(experts).__name__} computes in a way of its own that calibration does not know; use a "
             "method without calibration for the experts (search)"

@@ -14,11 +14,11 @@ from torch import Tensor
 from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import DTYPES
 from trilobite.formats.incoherence import Spin
-from trilobite.formats.weight import PackedWeight, decode_factor, dequantize, rotated, spins, unrotated
+from trilobite.formats.weight import PackedWeight, decode_factor, rotated, spins, unrotated
 from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.stacked_experts import check_experts, expert_matrix, stacked_experts
 from trilobite.quantize.calibrate.weights import Place
-from trilobite.quantize.plan.plan import PlanLine, packed_weight
+from trilobite.quantize.plan.plan import PlanLine, decoded, packed_weight
 from trilobite.recipe import LatticeFormat, Role
 
 
@@ -109,9 +109,9 @@ class Part:
 
     def _decoder(self, line: PlanLine, stored: Sequence[Tensor], *, keep: bool) -> Tensor | _Lattice:
         """A packed matrix: what is trained and what is not, or all of it where nothing is."""
-        weight = packed_weight(line, stored, self.model.device)
         if not isinstance(line.format, LatticeFormat):
-            return dequantize(weight)
+            return decoded(line, stored, self.model.device)
+        weight = packed_weight(line, stored, self.model.device)
         names = (f"{line.matrix.name}_signs_in", f"{line.matrix.name}_signs_out")
         for name, spin in zip(names, spins(weight), strict=True):
             self._train(name, spin.s, torch.float16)

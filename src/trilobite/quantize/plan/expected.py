@@ -128,6 +128,8 @@ def _unfit(model: PreTrainedModel, matrices: Sequence[Matrix]) -> dict[str, str]
         if isinstance(modules.get(path), nn.Linear):
             if path.rpartition(".")[2] in taken:
                 reasons[m.name] = f"{type(model).__name__} computes with it directly"
+            elif translate(f"{m.name}_packed") != f"{path}.weight_packed":
+                reasons[m.name] = f"{type(model).__name__} finds it under its 16-bit name only"
             continue
         if match and match[1] in modules:
             if match[1] not in stacks:

@@ -15,10 +15,12 @@ from trilobite.checkpoint.packed import report_text
 from trilobite.checkpoint.roles import Matrix, View, read_matrix, text_config
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.errors import ArchitectureError, CheckpointError, RecipeError, ShapeError
+from trilobite.formats.affine import packed_shape
 from trilobite.formats.bitpack import BLOCK
 from trilobite.formats.incoherence import fitting_transform
 from trilobite.formats.lattice import DIM
-from trilobite.formats.weight import PackedWeight, factor_shape, stored_shapes
+from trilobite.formats.padding import filled_up
+from trilobite.formats.weight import PackedWeight, dequantize, factor_shape, stored_shapes
 from trilobite.quantize.plan import ranks
 from trilobite.quantize.plan.statistics import kurtosis
 from trilobite.quantize.watcher import SILENT, Watcher
@@ -68,6 +70,13 @@ class PlanLine:
         return sum(t.nbytes for t in self.stored)
 
     @property
+    def packed_shape(self) -> tuple[int, int]:
+        """[N, K] of a quantized matrix with what fills up its last blocks (formats/padding.py)."""
+        assert self.format is not None
+        n, k = self.matrix.shape
+        return filled_up((n, k), self.format, expert=self.matrix.role is Role.EXPERT)
+
+    @property
     def calibrated(self) -> bool:
         """Whether its method works on the Hessian of its inputs, or on the diagonal."""
         return self.format is not None and (self.method in CALIBRATED_METHODS or bool(self.importance))
@@ -96,8 +105,13 @@ def packed_weight(line: PlanLine, stored: Sequence[Tensor], device: torch.device
         t.name.removeprefix(f"{line.matrix.name}_"): data.to(device)
         for t, data in zip(line.stored, stored, strict=True)
     }
+    return PackedWeight(shape=line.packed_shape, **parts)
+
+
+def decoded(line: PlanLine, stored: Sequence[Tensor], device: torch.device) -> Tensor:
+    """What a quantized line stands for: [N, K] fp32, without what filled it up."""
     n, k = line.matrix.shape
-    return PackedWeight(shape=(n, k), **parts)
+    return dequantize(packed_weight(line, stored, device))[:n, :k]
 
 
 def describe(line: PlanLine, compensator: str) -> dict[str, Any]:
@@ -188,19 +202,30 @@ def _hidden_size(source: Source) -> int:
 
 
 def _check_experts(lines: Sequence[PlanLine]) -> None:
-    """Raise RecipeError when some experts of a module are quantized and others kept: they run in one call."""
+    """Raise RecipeError when some experts of a module are quantized and others kept, or they are of other sizes: they
+    run in one call.
+    """
     total: Counter[str] = Counter()
     packed: Counter[str] = Counter()
+    kinds: dict[str, set[bool]] = {}
     for line in lines:
         m = line.matrix
         if m.role is Role.EXPERT and m.quantizable and (module := _EXPERTS.match(m.name)):
             total[module[1]] += 1
             packed[module[1]] += line.format is not None
+            if line.format is not None and any(side % BLOCK for side in m.shape):
+                kinds.setdefault(module[1], set()).add(isinstance(line.format, LatticeFormat))
     for name, count in packed.items():
         if 0 < count < total[name]:
             raise RecipeError(
                 f"{name}: the recipe quantizes {count} of its {total[name]} matrices; expected all or none: give its "
                 "experts a format by roles and layers, or pass --keep expert"
+            )
+    for name, kind in kinds.items():
+        if len(kind) > 1:
+            raise RecipeError(
+                f"{name}: sides are no multiple of {BLOCK}, and some of its matrices are to be in a lattice format and "
+                "others not; give all its experts formats of one kind"
             )
 
 
@@ -219,12 +244,13 @@ def _line(source: Source, m: Matrix, recipe: Recipe, unfit: str, *, tuned: bool)
     if unfit:
         return _kept(source, m, unfit)
     n, k = m.shape
-    fmt, note = _fitting(rule.format, n, k)
+    fmt, note = _fitting(rule.format, n, k, expert=m.role is Role.EXPERT)
     if fmt is None:
         if m.role is Role.EXPERT:
             raise ShapeError(f"{m.name}: {note}; pass --keep expert to keep the experts in 16 bit")
         return _kept(source, m, note)
     tuned = tuned and isinstance(fmt, LatticeFormat)
+    n, k = filled_up((n, k), fmt, expert=m.role is Role.EXPERT)
     stored = tuple(
         StoredTensor(name=f"{m.name}_{suffix}", dtype="U8", shape=shape)
         for suffix, shape in stored_shapes(fmt, n, k, tuned=tuned).items()
@@ -273,10 +299,10 @@ def _whole_tensors(source: Source, lines: Sequence[PlanLine]) -> list[PlanLine]:
     return result
 
 
-def _fitting(fmt: AnyFormat, n: int, k: int) -> tuple[AnyFormat | None, str]:
+def _fitting(fmt: AnyFormat, n: int, k: int, *, expert: bool) -> tuple[AnyFormat | None, str]:
     """The format itself, or with the largest smaller group that divides K, or the transform that there is.
 
-    None when there is none.
+    None when there is none. Sides are filled up to whole blocks first.
     """
     if isinstance(fmt, LatticeFormat):
         if k % DIM:
@@ -284,12 +310,18 @@ def _fitting(fmt: AnyFormat, n: int, k: int) -> tuple[AnyFormat | None, str]:
         transform = fitting_transform(fmt.transform, n, k)
         note = "" if transform == fmt.transform else f"fourier: no Hadamard matrix fits [{n}, {k}]"
         return replace(fmt, transform=transform), note
-    if k % BLOCK:
-        return None, f"K={k} is not a multiple of {BLOCK}, the smallest group"
-    if k % fmt.group_size(k) == 0:
-        return fmt, ""
-    smaller = next(g for g in GROUPS if g < fmt.group and k % g == 0)
-    return replace(fmt, group=smaller), f"group {smaller}: K={k} is not a multiple of {fmt.group}"
+    rows, columns = filled_up((n, k), fmt, expert=expert)
+    notes = [f"[{n}, {k}] filled up to [{rows}, {columns}]"] if (rows, columns) != (n, k) else []
+    if rows != n and fmt.double_quant:
+        fmt = replace(fmt, double_quant=False)
+        notes.append("scales in fp16")
+    if columns % fmt.group_size(columns):
+        smaller = next(g for g in GROUPS if g < fmt.group and columns % g == 0)
+        notes.append(f"group {smaller}: K={columns} is not a multiple of {fmt.group}")
+        fmt = replace(fmt, group=smaller)
+    if columns != k and not expert and torch.Size(packed_shape(fmt, rows, columns)).numel() >= 2 * n * k:
+        return None, f"K={k} is not a multiple of {BLOCK}; filled up it would be no smaller than in 16 bit"
+    return fmt, "; ".join(notes)
 
 
 def _kept(source: Source, m: Matrix, reason: str) -> PlanLine:
@@ -325,7 +357,7 @@ def _ranks(
             ranks.Candidate(
                 name=m.name,
                 role=m.role,
-                cap=ranks.rank_cap(line.format, recipe.compensator, *m.shape, capped=recipe.cap),
+                cap=ranks.rank_cap(line.format, recipe.compensator, *line.packed_shape, capped=recipe.cap),
                 kurtosis=kurtosis(read_matrix(source, m)) if skewed else 0.0,
                 frequency=usage.get((m.layer_key or "", m.expert or 0)),
             )
@@ -347,7 +379,7 @@ def _with_rank(line: PlanLine, rank: int, recipe: Recipe) -> PlanLine:
         StoredTensor(
             name=f"{name}_{suffix}", dtype=dtype, shape=factor_shape(recipe.compensator, rank, length)
         )
-        for suffix, length in zip(("lra", "lrb"), line.matrix.shape, strict=True)
+        for suffix, length in zip(("lra", "lrb"), line.packed_shape, strict=True)
     ]
     return replace(line, rank=rank, stored=(*line.stored, *factors))
 

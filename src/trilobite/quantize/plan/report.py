@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trilobite.formats.bitpack import ROWS
+from trilobite.formats.padding import filled_up
 from trilobite.formats.weight import low_rank_bytes, stored_shapes
 from trilobite.recipe import LatticeFormat, Role, parse_format
 
@@ -164,7 +165,7 @@ class Account:
     """Bits per weight of the quantized matrices of one role and format (QuIP# section F.1).
 
     bits: by part of PARTS: codes of the weights themselves; scales and offsets, of a lattice format its record;
-    sign vectors of the transforms; compensators; codes of the rows that fill the last tile
+    sign vectors of the transforms; compensators; codes of the rows and columns that fill the last tile
     """
 
     role: str
@@ -206,13 +207,14 @@ def account(rows: Rows) -> list[Account]:
 
 def _parts(row: Mapping[str, Any]) -> dict[str, float]:
     """Bytes of one packed matrix by part; what the formulas leave over are signs, tuned or not."""
-    n, k = row["shape"]
+    rows, columns = row["shape"]
     fmt = parse_format(row["format"])
+    n, k = filled_up((rows, columns), fmt, expert=row["role"] == Role.EXPERT.value)
     shapes = {suffix: torch.Size(shape).numel() for suffix, shape in stored_shapes(fmt, n, k).items()}
     tile_rows = -(-n // ROWS)
     parts = {
-        "codes": n * k * fmt.bits / 8,
-        "padding": (tile_rows * ROWS - n) * k * fmt.bits / 8,
+        "codes": rows * columns * fmt.bits / 8,
+        "padding": (tile_rows * ROWS * k - rows * columns) * fmt.bits / 8,
         "compensator": low_rank_bytes(row["compensator"], row["rank"], n, k) if row["rank"] else 0,
     }
     if isinstance(fmt, LatticeFormat):

@@ -159,11 +159,12 @@ def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration |
 
 def _unit(line: PlanLine) -> Unit:
     m = line.matrix
+    rows = line.packed_shape[0] if line.format else 0
     return Unit(
         name=m.name,
         tensors=line.stored,
         block=m.name if m.expert is None else f"{m.layer_key}.experts",
-        rows=m.shape[0] if line.format and m.shape[0] % ROWS else None,
+        rows=rows if rows % ROWS else None,
     )
 
 

@@ -16,7 +16,8 @@ from trilobite.checkpoint.layout import Unit
 from trilobite.checkpoint.packed import PackedWriter
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source
-from trilobite.formats.weight import PackedWeight, dequantize, with_real_signs
+from trilobite.formats.padding import fill_up
+from trilobite.formats.weight import PackedWeight, with_real_signs
 from trilobite.quantize.calibrate.protocols import Record, Records
 from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.finetune.store import TunedStore
@@ -24,7 +25,7 @@ from trilobite.quantize.methods.bands import check_finite
 from trilobite.quantize.methods.quantized import Compensation
 from trilobite.quantize.methods.registry import METHODS
 from trilobite.quantize.naming import naming
-from trilobite.quantize.plan.plan import Plan, PlanLine, packed_weight
+from trilobite.quantize.plan.plan import Plan, PlanLine, decoded
 from trilobite.quantize.plan.statistics import sampled_kurtosis
 from trilobite.quantize.run.options import Options
 from trilobite.quantize.threads import Piece, results, single_threaded_torch, thread_pool
@@ -113,7 +114,7 @@ class Work:
             if line.format and name in self.writer.done:
                 place = model.place(line.matrix)
                 if place is not None and model.block_of(place) == index:
-                    model.put(place, dequantize(packed_weight(line, self.stored(line), self.device)))
+                    model.put(place, decoded(line, self.stored(line), self.device))
             elif line.format is None and name in self.tuned and (kept := model.parameter(line.matrix)) in own:
                 own[kept].copy_(self.tuned[name])
 
@@ -160,8 +161,10 @@ def quantize_line(
     Raises WeightError for NaN, infinite or out-of-range weights, CalibrationError for a useless Hessian.
     """
     assert line.format is not None
+    n, k = line.packed_shape
+    hessian = None if hessian is None else fill_up(hessian, k, k)
     quantized = METHODS[line.method](
-        w, line.format, hessian=hessian, compensation=_compensation(line, recipe)
+        fill_up(w, n, k), line.format, hessian=hessian, compensation=_compensation(line, recipe)
     )
     record: dict[str, Any] = {"kurtosis": float(f"{sampled_kurtosis(w):.4g}")}
     if quantized.errors:

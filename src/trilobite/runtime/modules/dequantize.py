@@ -37,7 +37,7 @@ def dense_linear(module: PackedLinear, dtype: torch.dtype) -> nn.Linear:
     ((weight,),) = module.residence.stored(module)
     assert weight is not None
     linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(dequantize(weight).to(dtype))
+    linear.weight = nn.Parameter(dequantize(weight)[:, : module.in_features].to(dtype))
     linear.register_parameter("bias", module.bias)
     return linear.train(module.training)
 
@@ -54,7 +54,7 @@ def dense_experts(module: PackedExperts, dtype: torch.dtype) -> nn.Module:
             if name is None:
                 continue
             assert isinstance(weight, PackedWeight)
-            w, stacked = dequantize(weight), module.stacked_name(name)
+            w, stacked = module.plain(dequantize(weight), name), module.stacked_name(name)
             if stacked not in stacks:
                 shape = original.get_parameter(stacked).shape
                 stacks[stacked] = torch.empty(shape, dtype=dtype, device=w.device)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.formats.padding import fill_up, whole_blocks
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
 from trilobite.kernels.layer import Codings, ExpertsLayer, Pack
 from trilobite.models.experts import PROJECTIONS, expert_activation
+from trilobite.models.stacked_experts import unchanged
 from trilobite.runtime.modules.matrix import PackedMatrix
 from trilobite.runtime.modules.residence import AsStored, OnGpu, PackedModule, Residence
 
@@ -54,7 +56,11 @@ class PackedExperts(PackedModule):
         )
         self.interleaved = not getattr(original, "is_concatenated", True)
         self.transposed = transposed
-        self.config = original.config
+        self.scales_inputs = bool(getattr(original, "scales_inputs", False))
+        has_norm = getattr(original, "has_post_expert_norm", False)
+        self.post_expert_norm = original.get_submodule("post_expert_norm") if has_norm else None
+        self.passes_on = bool(getattr(original, "passes_on", False))
+        self.config = getattr(original, "config", None)
         # Past nn.Module, which would make its parameters ours; on meta it takes no memory.
         object.__setattr__(self, "original", original)
         if sorted(experts) != list(range(self.num_experts)):
@@ -70,6 +76,11 @@ class PackedExperts(PackedModule):
                     f"{type(original).__name__}: expert {index} has no packed {names}; expected all its matrices: copy "
                     "the checkpoint again"
                 )
+        lattice = any("lattice" in parts for named in experts.values() for parts in named.values())
+        sides = self.hidden_size, self.intermediate_size
+        # As packed: filled up, but in lattice formats.
+        self.sides = sides if lattice else (whole_blocks(sides[0]), whole_blocks(sides[1]))
+        for index in range(self.num_experts):
             expert = nn.Module()
             for name, parts in experts[index].items():
                 expert.add_module(name, PackedMatrix(self.shape_of(name), parts))
@@ -80,10 +91,15 @@ class PackedExperts(PackedModule):
         self.register_load_state_dict_post_hook(_settle_anew)  # type: ignore[no-untyped-call]
 
     def shape_of(self, name: str) -> tuple[int, int]:
-        """[N, K] of an expert's matrix by its checkpoint name."""
-        if PROJECTIONS[name] == DOWN:
-            return self.hidden_size, self.intermediate_size
-        return self.intermediate_size, self.hidden_size
+        """[N, K] of an expert's packed matrix by its checkpoint name."""
+        hidden, intermediate = self.sides
+        return (hidden, intermediate) if PROJECTIONS[name] == DOWN else (intermediate, hidden)
+
+    def plain(self, w: Tensor, name: str) -> Tensor:
+        """A dequantized matrix without what filled it up."""
+        down = PROJECTIONS[name] == DOWN
+        n, k = (self.hidden_size, self.intermediate_size)[:: 1 if down else -1]
+        return w[:n, :k]
 
     def cut(self, stacked: Tensor, expert: int, name: str) -> Tensor:
         """One expert's matrix [N, K], as a view of a stacked parameter of the original module."""
@@ -126,8 +142,9 @@ class PackedExperts(PackedModule):
         return _ExpertsAsStored(slab, table)
 
     def _view(self, slab: Tensor, row: Tensor, projection: int) -> PackedWeight | None:
-        shape = self.intermediate_size, self.hidden_size
-        return expert_weight(slab, row, shape[::-1] if projection == DOWN else shape)
+        hidden, intermediate = self.sides
+        shape = (hidden, intermediate) if projection == DOWN else (intermediate, hidden)
+        return expert_weight(slab, row, shape)
 
     def on_gpu(self, pack: Pack, restorable: bool) -> "Residence[PackedExperts]":
         """All experts in one pack."""
@@ -138,20 +155,45 @@ class PackedExperts(PackedModule):
         return ExpertsLayer(
             slab=slab,
             table=table,
-            hidden=self.hidden_size,
-            intermediate=self.intermediate_size,
+            hidden=self.sides[0],
+            intermediate=self.sides[1],
             activation=self.activation,
             gate_up_bias=self._gate_up_bias(),
-            down_bias=self.down_proj_bias,
+            down_bias=None if self.down_proj_bias is None else fill_up(self.down_proj_bias, self.sides[0]),
             codings=codings,
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sum over each token's experts; index E and above means no expert."""
+        """Sum over each token's experts; index E and above means no expert, or one that gives what it is given."""
         residence = self.residence
         if residence is None:
             residence = self.settle()
-        return residence.run(self, hidden_states, top_k_index, top_k_weights)
+        if self.scales_inputs or self.post_expert_norm is not None:
+            return self._slot_by_slot(residence, hidden_states, top_k_index, top_k_weights)
+        y = self._run(residence, hidden_states, top_k_index, top_k_weights)
+        if self.passes_on:
+            y = y + unchanged(hidden_states, top_k_index, top_k_weights, self.num_experts)
+        return y
+
+    def _run(
+        self, residence: "Residence[PackedExperts]", x: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        if self.sides[0] == self.hidden_size:
+            return residence.run(self, x, index, weights)
+        return residence.run(self, fill_up(x, self.sides[0]), index, weights)[:, : self.hidden_size]
+
+    def _slot_by_slot(
+        self, residence: "Residence[PackedExperts]", x: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Each of a token's experts as if for a token of its own: weights multiply what enters, or what a norm gives."""
+        slots = index.shape[-1]
+        rows, each = x.repeat_interleave(slots, 0), weights.reshape(-1, 1)
+        if self.scales_inputs:
+            rows, each = (rows * each).to(x.dtype), torch.ones_like(each)
+        y = self._run(residence, rows, index.reshape(-1, 1), torch.ones_like(each))
+        if self.post_expert_norm is not None:
+            y = self.post_expert_norm(y)
+        return (y * each).to(x.dtype).view(-1, slots, x.shape[-1]).sum(1)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: without the slab, of which the buffers are views; the first call makes another."""
@@ -160,12 +202,13 @@ class PackedExperts(PackedModule):
 
     def _gate_up_bias(self) -> Tensor | None:
         """[E, 2I] with the gate's part first, also where the checkpoint alternates the two; [E, I] without gates."""
-        bias = self.gate_up_proj_bias
+        bias, width = self.gate_up_proj_bias, self.sides[1]
         if bias is None:
-            return self.up_proj_bias
-        if not self.interleaved:
+            return None if self.up_proj_bias is None else fill_up(self.up_proj_bias, width)
+        if not self.interleaved and width == self.intermediate_size:
             return bias
-        return torch.cat((bias[:, ::2], bias[:, 1::2]), 1)
+        gate, up = (bias[:, ::2], bias[:, 1::2]) if self.interleaved else bias.chunk(2, 1)
+        return torch.cat((fill_up(gate, width), fill_up(up, width)), 1)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows, instead of thousands of children."""

@@ -5,6 +5,7 @@ from operator import itemgetter
 
 from torch import Tensor, nn
 
+from trilobite.formats.padding import fill_up, whole_blocks
 from trilobite.formats.weight import SUFFIXES
 from trilobite.kernels import ops
 from trilobite.kernels.layer import Pack
@@ -25,7 +26,8 @@ class PackedLinear(PackedModule, PackedMatrix, nn.Linear):
 
     def __init__(self, shape: tuple[int, int], parts: dict[str, Tensor], bias: nn.Parameter | None) -> None:
         """bias: [N], taken over from the linear layer that this replaces."""
-        super().__init__(shape, parts)
+        rows, columns = shape
+        super().__init__((rows, columns if "lattice" in parts else whole_blocks(columns)), parts)
         self.out_features, self.in_features = shape
         self.register_parameter("bias", bias)
         self.register_parameter("weight", None)  # some models ask for its dtype when it is a tensor
@@ -33,6 +35,8 @@ class PackedLinear(PackedModule, PackedMatrix, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W^T + bias."""
+        if self.shape[1] != self.in_features:
+            x = fill_up(x, self.shape[1])
         return self.residence.run(self, x)
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 
-from trilobite.models.plain_experts import PlainExperts
+from trilobite.models.stacked_experts import PlainExperts
 from trilobite.runtime.finite import not_finite
 from trilobite.runtime.modules.experts import PackedExperts
 

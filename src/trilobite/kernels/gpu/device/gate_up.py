@@ -28,7 +28,7 @@ def _tanh(x):
 
 @triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr):
-    """act(gate) * up, or gpt-oss's clamped gate; names as in `reference.gate_fn`."""
+    """act(gate) * up, or gpt-oss's clamped gate; names as in `kernels/activation.py`."""
     if ACTIVATION == "gpt_oss":
         # The comparisons let NaN through, as torch.clamp does.
         gate = tl.where(gate > 7.0, 7.0, gate)
