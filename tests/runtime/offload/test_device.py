@@ -289,19 +289,24 @@ def test_the_bus_is_as_slow_as_asked() -> None:
     bus.close()
 
 
-class Late(HostCopies):
-    """Takes the bytes of a piece at the end of the time that it needs."""
-
-    def put(self, source: Tensor, target: Tensor) -> None:
-        sleep(1e-2)
-        super().put(source, target)
-
-
 def test_a_slot_that_is_copied_from_is_not_read_into(packed: Callable[..., Path]) -> None:
-    """A slow bus, and more buffers there than slots on the host: a slot is wanted while the bus still takes from it."""
-    bus = Late(piece=2048)
-    model, cache = streamed(packed("deepseek", "rtn3"), 2, engine=bus, ram=2, staging=4, policy="lru")
-    assert torch.equal(answers(model, IDS), answers(load(str(packed("deepseek", "rtn3"))), IDS))
+    """Nothing is brought into the slots of the host, where it may evict anything, before copies out of them are over."""
+    gate, brought = Gate(), list[tuple[int, int]]()
+    _, cache = streamed(packed(), 2, engine=gate, ram=2, guesses=0)
+    store = cache.store
+    assert isinstance(store, SlotStore)
+    bring = store.lower.bring
+    store.lower.bring = lambda key, keep: (brought.append(key), bring(key, keep))  # type: ignore[assignment,method-assign,return-value]
+    copied = store.fetch((0, 0), cache.arena, 0, urgent=True)
+    waiting = threading.Thread(target=store.load, args=((0, 1),))
+    waiting.start()
+    sleep(0.2)
+    assert gate.begun
+    before = list(brought)
+    gate.opened.set()
+    waiting.join(20)
+    copied.wait()
+    assert (before, brought) == ([(0, 0)], [(0, 0), (0, 1)])
     cache.close()
 
 
