@@ -14,9 +14,9 @@ def _preset(name: str, body: str, method: str, summary: str, *, rank: str = "") 
     return Recipe(name=name, rules=rules, rank=rank, summary=summary)
 
 
-def _fine(bits: int, summary: str) -> Recipe:
+def _fine(bits: int, fmt: str, summary: str) -> Recipe:
     """Column scales, and errors weighed by what enters each column."""
-    plain = _preset(f"fine{bits}", f"int{bits}-g64", "search", summary)
+    plain = _preset(f"fine{bits}", fmt, "search", summary)
     return replace(plain, columns="sinkhorn", importance="builtin")
 
 
@@ -57,9 +57,9 @@ PRESETS: dict[str, Recipe] = {
         _preset(
             "super4", "int4-g32-super", "search", "4-bit in groups of 32, 4-bit scales under super-scales"
         ),
-        _fine(2, "2-bit with column scales, errors weighed by a text that comes along"),
-        _fine(3, "3-bit with column scales, errors weighed by a text that comes along"),
-        _fine(4, "4-bit with column scales, errors weighed by a text that comes along"),
+        _fine(2, "int2-g16-super", "super2 with column scales, errors weighed by a text that comes along"),
+        _fine(3, "int3-g16-super", "super3 with column scales, errors weighed by a text that comes along"),
+        _fine(4, "int4-g32-super", "super4 with column scales, errors weighed by a text that comes along"),
         _preset("gptq2", "int2-g64", "gptq", "2-bit, errors fed back by a Hessian: needs --calibration"),
         _preset("gptq3", "int3-g64", "gptq", "3-bit, errors fed back by a Hessian: needs --calibration"),
         _preset("gptq4", "int4-g64", "gptq", "4-bit, errors fed back by a Hessian: needs --calibration"),
