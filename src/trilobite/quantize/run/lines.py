@@ -17,7 +17,7 @@ from trilobite.checkpoint.packed import PackedWriter
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.formats.padding import fill_up
-from trilobite.formats.weight import PackedWeight, with_real_signs
+from trilobite.formats.weight import PackedWeight, dequantize, with_real_signs
 from trilobite.quantize.calibrate.protocols import Record, Records
 from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.finetune.store import TunedStore
@@ -170,7 +170,13 @@ def quantize_line(
     if quantized.errors:
         record["iterations"] = len(quantized.errors)
         record["errors"] = [float(f"{e:.4g}") for e in quantized.errors]
-    record["error"] = float(f"{quantized.error:.6g}")
+    error = quantized.error
+    if (n, k) != tuple(w.shape):  # what filled it up meets zeros alone, and is no error
+        error = float(
+            (w.float() - dequantize(quantized.weight)[: w.shape[0], : w.shape[1]]).norm()
+            / w.float().norm().clamp(min=1e-38)
+        )
+    record["error"] = float(f"{error:.6g}")
     if quantized.error > LOST and float(w.abs().amax()) < FAINT:
         record["underflow"] = True
     if quantized.proxy is not None:
