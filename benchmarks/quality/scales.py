@@ -23,7 +23,6 @@ RECIPES: dict[str, Recipe] = {
     "search2": with_bits(PRESETS["search3"], 2),
     "search3": PRESETS["search3"],
     "int4": PRESETS["int4"],
-    "milo-s1 int2": with_bits(PRESETS["milo-s1"], 2),
     "milo-s1": PRESETS["milo-s1"],
 }
 VARIANTS = (
