@@ -162,7 +162,7 @@ def quantize_line(
     """
     assert line.format is not None
     n, k = line.packed_shape
-    hessian = None if hessian is None else fill_up(hessian, k, k)
+    hessian = None if hessian is None else fill_up(hessian, *(k,) * hessian.dim())
     quantized = METHODS[line.method](
         fill_up(w, n, k), line.format, hessian=hessian, compensation=_compensation(line, recipe)
     )
