@@ -23,6 +23,7 @@ constexpr auto rows_tier = rows_few;
 }  // namespace
 
 extern const Tier tier_neon;
-const Tier tier_neon = {"neon",     0,        no_parts,     quantize_block, quantize_columns, rows_few, low_rank_v,
-                        low_rank_u, activate, store_floats, read_bytes,     spin_dots,        rotate,   quantize_tile, quantize_span};
+const Tier tier_neon = {"neon",     0,          no_parts,   quantize_block, quantize_columns,
+                        rows_few,   low_rank_v, low_rank_u, activate,       store_floats,
+                        read_bytes, spin_dots,  rotate,     quantize_tile,  quantize_span};
 }  // namespace trilobite

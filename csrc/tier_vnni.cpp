@@ -26,5 +26,5 @@ constexpr auto rows_tier = rows_few;
 extern const Tier tier_vnni;
 const Tier tier_vnni = {"avx512_vnni", 0,          no_parts,   quantize_block, quantize_columns,
                         rows_few,      low_rank_v, low_rank_u, activate,       store_floats,
-                        read_bytes,    spin_dots,  rotate,     quantize_tile, quantize_span};
+                        read_bytes,    spin_dots,  rotate,     quantize_tile,  quantize_span};
 }  // namespace trilobite

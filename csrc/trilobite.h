@@ -120,7 +120,8 @@ TRILOBITE_API double trilobite_peak_macs(int64_t digits, int64_t threads);
 typedef struct {
   const float *w;
   float *scale, *offset;  // [rows, k / group]: the lines found; offset NULL when symmetric
-  const float *weight;    // [k]: of the columns' errors in a search, of mean 1 in every group unless under super-scales; or NULL
+  const float
+      *weight;  // [k]: of the columns' errors in a search, of mean 1 in every group unless under super-scales; or NULL
   const float *original;  // [rows, k]: with it, `values` gets original - what is stored; or NULL
   float *values;          // [rows, k] what is stored, or NULL
   uint8_t *packed;        // tiles [ceil(rows / 16), k / group, ..] or NULL

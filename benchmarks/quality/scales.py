@@ -24,6 +24,9 @@ RECIPES: dict[str, Recipe] = {
     "search3": PRESETS["search3"],
     "int4": PRESETS["int4"],
     "milo-s1": PRESETS["milo-s1"],
+    "super2": PRESETS["super2"],
+    "super3": PRESETS["super3"],
+    "super4": PRESETS["super4"],
 }
 VARIANTS = (
     ("", "none", "none"),

@@ -32,8 +32,7 @@ struct Isa {
   static Bytes load_lanes(const uint8_t *p, int count) {
     if (count == 4) return load(p);
     const __m128i a = _mm_loadu_si128((const __m128i *)p);
-    if (count == 2)
-      return {_mm256_cvtepu16_epi32(a), _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 16)))};
+    if (count == 2) return {_mm256_cvtepu16_epi32(a), _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 16)))};
     return {_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))};
   }
   // Byte j of each lane, in all four.

@@ -33,7 +33,8 @@ struct Isa {
   static Bytes load_lanes(const uint8_t *p, int count) {
     if (count == 4) return load(p);
     if (count == 2)
-      return each<Bytes>([&](int i) { return vreinterpretq_u8_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p + 8 * i)))); });
+      return each<Bytes>(
+          [&](int i) { return vreinterpretq_u8_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p + 8 * i)))); });
     const uint8x16_t v = vld1q_u8(p);
     const uint16x8_t halves[2] = {vmovl_u8(vget_low_u8(v)), vmovl_u8(vget_high_u8(v))};
     return each<Bytes>([&](int i) {
