@@ -300,7 +300,7 @@ def test_bound_calls_refuse_what_does_not_fit() -> None:
 
 def test_what_no_backend_binds_runs_in_the_operators() -> None:
     up, down = packed_weight(64, 32, "int3-g32"), packed_weight(32, 64, "int3-g32")
-    assert ops.bind_experts(stored_layer([(up, up, down)], "elu")) is None
+    assert ops.bind_experts(stored_layer([(up, up, down)], "relu6")) is None
     assert ops.bind_linear(PackedWeight(shape=(32, 64), packed=down.packed.to("meta")), None) is None
 
 
