@@ -38,12 +38,21 @@ class DbrxFFN(theirs.DbrxFFN):  # type: ignore[misc]
         return y.view_as(hidden_states)
 
 
-class StackGateUp(ConversionOps):  # type: ignore[misc]
-    """w1, v1 [E I, H] -> gate_up_proj [E, 2I, H], and back."""
+class _BothWays(ConversionOps):  # type: ignore[misc]
+    """One class for loading and for saving."""
 
     def __init__(self, back: bool = False) -> None:
         """back: the way of saving."""
         self.back = back
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """For saving, and back."""
+        return type(self)(not self.back)
+
+
+class StackGateUp(_BothWays):
+    """w1, v1 [E I, H] -> gate_up_proj [E, 2I, H], and back."""
 
     def convert(
         self,
@@ -61,18 +70,9 @@ class StackGateUp(ConversionOps):  # type: ignore[misc]
         stacked = [part.reshape(experts, -1, part.shape[-1]) for part in parts]
         return {target_patterns[0]: torch.cat(stacked, 1)}
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """For saving."""
-        return StackGateUp(not self.back)
 
-
-class StackDown(ConversionOps):  # type: ignore[misc]
+class StackDown(_BothWays):
     """w2 [E I, H] -> down_proj [E, H, I], and back."""
-
-    def __init__(self, back: bool = False) -> None:
-        """back: the way of saving."""
-        self.back = back
 
     def convert(
         self,
@@ -88,11 +88,6 @@ class StackDown(ConversionOps):  # type: ignore[misc]
             return {target_patterns[0]: w.mT.flatten(0, 1)}
         experts = kwargs["config"].ffn_config.moe_num_experts
         return {target_patterns[0]: w.reshape(experts, -1, w.shape[-1]).mT.contiguous()}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """For saving."""
-        return StackDown(not self.back)
 
 
 def _one(value: Any) -> Tensor:
