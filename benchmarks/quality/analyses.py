@@ -34,12 +34,11 @@ from trilobite.evaluate.perplexity import Score
 from trilobite.quantize.methods.bands import relative_error
 from trilobite.quantize.methods.quantized import Compensation
 from trilobite.quantize.methods.registry import METHODS, quantize
-from trilobite.quantize.plan.statistics import kurtosis, residual_rank
+from trilobite.quantize.plan.statistics import TAU, kurtosis, residual_rank
 from trilobite.recipe import Recipe, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs/figures"
-TAU = 0.5
 TITLES = {
     Role.ATTENTION: "attention (D)",
     Role.SHARED_EXPERT: "shared expert (D)",
@@ -151,7 +150,7 @@ def _order(values: Sequence[float]) -> list[int]:
 def _statistics(source: Source, m: Matrix) -> tuple[float, float, float, float]:
     """(excess kurtosis, small singular values, all singular values, relative error) at INT3 g64 RTN."""
     w = read_matrix(source, m)
-    small = residual_rank(w, fmt=INT3, tau=TAU)
+    small = residual_rank(w)
     return kurtosis(w), small, min(m.shape), relative_error(w, quantize(w, INT3, "rtn"))
 
 

@@ -34,12 +34,6 @@ def test_report(run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert "2 checkpoints" in page.read_text()
 
 
-def test_report_measures_the_original(run: Run, packed: Path, original: Path, tmp_path: Path) -> None:
-    done = run("report", packed, "-o", tmp_path / "page.html", "--original", original)
-    assert done.status == 0, done.err
-    assert "not recorded" not in (tmp_path / "page.html").read_text().partition("What it took")[0][:9000]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -104,7 +104,10 @@ def test_the_page(folder: Path) -> None:
     assert f"{worst['error']:.4f}" in shown
     for value in ("7.50000", "0.25000", "0.75000", "7.00000"):
         assert value in shown
-    assert shown.count("not recorded") == 3  # the residual rank of each role that is quantized
+    assert "not recorded" not in shown
+    shares = sorted(row["residual_share"] for row in packed.quantized if row["role"] == "expert")
+    assert f"{100 * shares[len(shares) // 2]:.0f} %" in shown
+    assert all(0 < share < 1 for share in shares)
 
 
 def test_equal_checkpoints_give_equal_pages(folder: Path) -> None:
@@ -283,6 +286,27 @@ def test_differences(folder: Path) -> None:
     assert "wiki.txt, 2 windows of 64 tokens" in shown
     assert "9.00000" in shown
     assert "recipe" not in shown.partition("Differences")[2].partition("role")[0]  # they are equal
+
+
+def test_translators_compare_by_bleu(folder: Path) -> None:
+    packed = read_packed(folder)
+    pair = []
+    for name, nbytes, bleu in (("worse", 2 * 10**6, 30.0), ("better", 10**6, 31.5)):
+        scores = {
+            "files": ["a.en", "a.de"],
+            "beams": 5,
+            "bleu": bleu,
+            "chrf": bleu + 25,
+            "reference_bleu": 32.0,
+        }
+        made = replace(packed.made, bytes_on_disk=nbytes)
+        pair.append(replace(packed, name=name, made=made, measured=[{"translation": scores}]))
+    shown = " ".join(Page(make_report(pair)).text)
+    assert "a.en to a.de, beams 5; the line joins what no other beats in both" in shown
+    assert "chrF" in shown
+    points = [(2, 30.0, "worse"), (1, 31.5, "better"), (3, 32.0, "best")]
+    axes = drawn(lambda axes: several._front(axes, points, max))
+    assert list(axes.lines[0].get_ydata()) == [31.5, 32.0]
 
 
 def test_other_texts_do_not_compare(folder: Path) -> None:

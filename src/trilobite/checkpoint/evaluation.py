@@ -76,15 +76,20 @@ _TRANSLATION = {
 }
 
 
-def facts(entry: Mapping[str, Any]) -> Iterator[Fact]:
-    """What a measurement says, number by number. entry: of `read_evaluations`; what we would not write is left out."""
+def measures(entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """On what texts and translations there are numbers, and these. entry: of `read_evaluations`."""
     if "text" in entry:
-        on = f"{entry['text']}, {entry.get('windows')} × {entry.get('context')} tokens"
-        yield from (Fact(on, what, _number(entry[key])) for key, what in _TEXT.items() if key in entry)
+        yield f"{entry['text']}, {entry.get('windows')} windows of {entry.get('context')} tokens", entry
     found = entry.get("translation")
     if isinstance(found, dict) and isinstance(found.get("files"), list):
-        on = f"{' to '.join(map(str, found['files']))}, beams {found.get('beams')}"
-        yield from (Fact(on, what, _number(found[key])) for key, what in _TRANSLATION.items() if key in found)
+        yield f"{' to '.join(map(str, found['files']))}, beams {found.get('beams')}", found
+
+
+def facts(entry: Mapping[str, Any]) -> Iterator[Fact]:
+    """What a measurement says, number by number. entry: of `read_evaluations`; what we would not write is left out."""
+    for on, found in measures(entry):
+        names = _TEXT if found is entry else _TRANSLATION
+        yield from (Fact(on, what, _number(found[key])) for key, what in names.items() if key in found)
     tasks = entry.get("tasks")
     for task, results in tasks.items() if isinstance(tasks, dict) else ():
         for metric, value in results.items() if isinstance(results, dict) else ():

@@ -2,19 +2,13 @@
 
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from trilobite.cli.console import Progress, size
+from trilobite.cli.console import size
 from trilobite.cli.options import named
 from trilobite.errors import DestinationError
-
-if TYPE_CHECKING:
-    from trilobite.report.single import Samples
-
-SAMPLES = 4
-"""Matrices of each role of the original that are looked at, as `inspect` does."""
 
 
 def _all_named(models: list[str]) -> list[str]:
@@ -31,16 +25,12 @@ def report(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Where to write the page (HTML).", metavar="FILE")
     ] = Path("report.html"),
-    original: Annotated[
-        str | None,
-        typer.Option(help="The original: also measure the residual rank of a sample.", metavar="ORIGINAL"),
-    ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Write a page that shows what was done to each role, where the error is, and why.
 
     One HTML file with its figures in it: it loads nothing and runs no script. Of several checkpoints it also shows
-    bytes against perplexity and KL, as kept by `trilobite eval --save`, and in what they differ.
+    bytes against perplexity and KL, BLEU and chrF, as kept by `trilobite eval --save`, and in what they differ.
 
     \b
     Example: trilobite report mixtral-3bit mixtral-2bit -o report.html --open
@@ -49,8 +39,6 @@ def report(
         raise DestinationError(
             f"{output}: cannot be written, there is no folder {output.parent}; make it first"
         )
-    if original is not None and len(packed) > 1:
-        raise typer.BadParameter("--original goes with one checkpoint")
     from trilobite.checkpoint.files import explained, write_whole
     from trilobite.report.make import make_report
     from trilobite.report.read import read_packed
@@ -58,7 +46,7 @@ def report(
 
     require_matplotlib()
     found = [read_packed(_folder(path)) for path in packed]
-    text = make_report(found, _samples(original) if original else None).encode()
+    text = make_report(found).encode()
     with explained(output):
         write_whole(output, text)
     print(f"written to {output}, {size(len(text))}")
@@ -73,22 +61,3 @@ def _folder(path: str) -> Path:
     from trilobite.checkpoint.source import open_source
 
     return open_source(path).path
-
-
-def _samples(original: str) -> "Samples":
-    """Kurtosis and residual rank of a few matrices of every role."""
-    from trilobite.checkpoint.roles import identify
-    from trilobite.checkpoint.source import open_source
-    from trilobite.quantize.plan.statistics import sample_roles
-    from trilobite.quantize.watcher import Watcher
-
-    source = open_source(original)
-    with Progress() as bars:
-        found = sample_roles(
-            source,
-            identify(source, keep_unmatched=True),
-            samples=SAMPLES,
-            watcher=Watcher(progress=bars.show),
-        )
-        bars.complete()
-    return found

@@ -9,12 +9,12 @@ from trilobite.report.read import Packed
 from trilobite.report.svg import drawing
 
 
-def make_report(packed: Sequence[Packed], samples: single.Samples | None = None) -> str:
-    """The page as text. samples: of the original, for one checkpoint. Raises MissingExtraError without matplotlib."""
+def make_report(packed: Sequence[Packed]) -> str:
+    """The page as text. Raises MissingExtraError without matplotlib."""
     with drawing():
         if len(packed) == 1:
             (one,) = packed
-            content = join([element("h1", one.name), single.heading(one), single.sections(one, samples)])
+            content = join([element("h1", one.name), single.heading(one), single.sections(one)])
             return page(f"{one.name} – Trilobite", content)
         parts: list[Html] = [element("h1", f"{len(packed)} checkpoints"), side_by_side.sections(packed)]
         for i, one in enumerate(packed):

@@ -15,7 +15,7 @@ from trilobite.errors import CheckpointError, RecipeError
 from trilobite.quantize.plan.report import Account, Report, account, report
 
 Row = Mapping[str, Any]
-_NUMBERS = ("error", "proxy", "kurtosis", "own")
+_NUMBERS = ("error", "proxy", "kurtosis", "residual_share", "own")
 _WHOLE = ("bytes", "layer", "expert", "rank", "tokens", "iterations")
 _EXPERT = re.compile(r"\.experts?\.\w*?\d+\.")
 _LAYER = re.compile(r"(.*?)\.?\b\d+\.(.*)")

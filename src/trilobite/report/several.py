@@ -1,20 +1,34 @@
 """The sections that set checkpoints side by side: bytes against what they cost, and in what they differ."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from trilobite.checkpoint.evaluation import facts
+from trilobite.checkpoint.evaluation import facts, measures
 from trilobite.report import figures
 from trilobite.report.html import Html, join, paragraph, section, table
 from trilobite.report.read import Packed
 from trilobite.report.single import number
 from trilobite.report.svg import inline
 
-Measure = tuple[str, str, str]
-"""On what was measured: text, windows, context; only equal ones compare."""
 MOST_MEASURES = 3
-AXES = (("perplexity", "perplexity"), ("kl", "KL to the original, nats"))
 COLOUR, BASE = "#d9822b", "#3b82c4"
+
+
+class Axis(NamedTuple):
+    """A number of a measurement as a plot shows it. key: its name    best: the function that picks the better of two."""
+
+    key: str
+    title: str
+    best: Callable[[Iterable[float]], float] = min
+
+
+AXES = (
+    (Axis("perplexity", "perplexity"), Axis("kl", "KL to the original, nats")),
+    (Axis("bleu", "BLEU", max), Axis("chrf", "chrF", max)),
+)
+"""Two plots side by side: of a text that was read, of sentences that were translated."""
+Point = tuple[int, float, str]
+"""Bytes, value, name of the checkpoint."""
 
 
 def sections(several: Sequence[Packed]) -> Html:
@@ -28,46 +42,55 @@ def sections(several: Sequence[Packed]) -> Html:
 
 
 def _pareto(several: Sequence[Packed]) -> Iterator[Html]:
-    by_measure: dict[Measure, list[tuple[Packed, Mapping[str, Any]]]] = {}
-    for packed in several:
-        for entry in packed.measured:
-            if isinstance(entry.get("perplexity"), float):
-                on = (str(entry.get("text")), str(entry.get("windows")), str(entry.get("context")))
-                by_measure.setdefault(on, []).append((packed, entry))
-    shared = sorted((m for m in by_measure.items() if len(m[1]) > 1), key=lambda m: -len(m[1]))
+    shared = [(pair, on, found) for pair in AXES for on, found in _measured(several, pair[0].key).items()]
+    shared = sorted((m for m in shared if len(m[2]) > 1), key=lambda m: -len(m[2]))
     if not shared:
         yield paragraph(
             "Not recorded: no two of these were measured on the same windows of the same text. "
             "`trilobite eval PACKED --text FILE --reference ORIGINAL --save` of each keeps it."
         )
-    for i, ((text, windows, context), found) in enumerate(shared[:MOST_MEASURES]):
+    for i, (pair, on, found) in enumerate(shared[:MOST_MEASURES]):
         figure = figures.new_figure(10, 3.8)
-        for axes, (key, title) in zip(figure.subplots(1, 2), AXES, strict=True):
+        for axes, axis in zip(figure.subplots(1, 2), pair, strict=True):
             points = [
-                (p.made.bytes_on_disk or 0, e[key], p.name) for p, e in found if isinstance(e.get(key), float)
+                (p.made.bytes_on_disk or 0, e[axis.key], p.name)
+                for p, e in found
+                if isinstance(e.get(axis.key), float)
             ]
-            _front(axes, points)
-            axes.set(xlabel="MB on disk", ylabel=title)
-            base = [b for _, e in found if isinstance(b := e.get("reference_perplexity"), float)]
-            if key == "perplexity" and base:
+            _front(axes, points, axis.best)
+            axes.set(xlabel="MB on disk", ylabel=axis.title)
+            base = [b for _, e in found if isinstance(b := e.get(f"reference_{axis.key}"), float)]
+            if base:
                 axes.axhline(base[0], color=BASE, linestyle="--", linewidth=1)
                 axes.annotate(
                     "original", (1, base[0]), xycoords=("axes fraction", "data"), color=BASE, ha="right"
                 )
-        caption = (
-            f"{text}, {windows} windows of {context} tokens; the line joins what no other beats in both."
-        )
-        yield inline(figure, f"pareto{i}", caption)
+        yield inline(figure, f"pareto{i}", f"{on}; the line joins what no other beats in both.")
 
 
-def _front(axes: Any, points: Sequence[tuple[int, float, str]]) -> None:
+def _measured(several: Sequence[Packed], key: str) -> dict[str, list[tuple[Packed, Mapping[str, Any]]]]:
+    """By what was measured, and how: the checkpoints, and the numbers that have this key; only these compare."""
+    by_measure: dict[str, list[tuple[Packed, Mapping[str, Any]]]] = {}
+    for packed in several:
+        for entry in packed.measured:
+            for on, numbers in measures(entry):
+                if isinstance(numbers.get(key), float):
+                    by_measure.setdefault(on, []).append((packed, numbers))
+    return by_measure
+
+
+def _front(axes: Any, points: Sequence[Point], best: Callable[[Iterable[float]], float] = min) -> None:
     """Points with their names, and a line through those that no other beats in both."""
     if not points:
         axes.set_axis_off()
         axes.set_title("not recorded")
         return
-    front = [p for p in points if not any(q[0] <= p[0] and q[1] <= p[1] and q[:2] != p[:2] for q in points)]
-    front.sort()
+
+    def beaten(point: Point) -> bool:
+        others = (q for q in points if q[:2] != point[:2] and q[0] <= point[0])
+        return any(best((q[1], point[1])) == q[1] for q in others)
+
+    front = sorted(p for p in points if not beaten(p))
     axes.plot([p[0] / 1e6 for p in front], [p[1] for p in front], color=COLOUR, alpha=0.5)
     axes.scatter([p[0] / 1e6 for p in points], [p[1] for p in points], color=COLOUR)
     for nbytes, value, name in points:

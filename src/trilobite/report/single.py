@@ -1,13 +1,12 @@
 """The sections about one checkpoint."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from trilobite.checkpoint.evaluation import facts
 from trilobite.quantize.plan.report import PARTS, SLOWEST, slowest
-from trilobite.quantize.plan.statistics import RoleSample
-from trilobite.recipe import Role
+from trilobite.quantize.plan.statistics import SIDE
 from trilobite.report import figures
 from trilobite.report.html import Html, element, join, paragraph, section, table
 from trilobite.report.read import Packed, Row
@@ -18,11 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ABSENT = "not recorded"
-Samples = Mapping[Role, RoleSample]
 
 
-def sections(packed: Packed, samples: Samples | None = None, *, prefix: str = "a") -> Html:
-    """All sections. samples: of the original, where it was looked at    prefix: of the ids of figures."""
+def sections(packed: Packed, *, prefix: str = "a") -> Html:
+    """All sections. prefix: of the ids of figures."""
 
     def figure(name: str, caption: str, draw: Callable[[], "Figure"]) -> Html:
         return inline(draw(), f"{prefix}-{name}", caption)
@@ -31,7 +29,7 @@ def sections(packed: Packed, samples: Samples | None = None, *, prefix: str = "a
         [
             section("What was done", *_done(packed, figure)),
             section("Where the error is", *_errors(packed, figure)),
-            section("Why it is there", *_reasons(packed, samples, figure)),
+            section("Why it is there", *_reasons(packed, figure)),
             section("What would mend the worst", _worst(packed)),
             section("How MiLo's rounds went", _convergence(packed, figure)),
             section("Calibration", _calibration(packed, figure)),
@@ -151,26 +149,21 @@ def _given(rows: Sequence[Row]) -> list[tuple[str, figures.Value]]:
     ]
 
 
-def _reasons(packed: Packed, samples: Samples | None, figure: Draw) -> Iterator[Html]:
+def _reasons(packed: Packed, figure: Draw) -> Iterator[Html]:
     rows = [row for row in packed.quantized if "kurtosis" in row and "error" in row]
     roles = list(dict.fromkeys(row["role"] for row in packed.quantized))
     by_role = []
     for role in roles:
-        values = [row["kurtosis"] for row in rows if row["role"] == role]
-        sample = (samples or {}).get(Role(role))
-        by_role.append(
-            (
-                role,
-                *_spread(values),
-                f"{sample.residual_rank:.0f} ({100 * sample.share:.0f} %)" if sample else ABSENT,
-            )
-        )
-    yield table(("role", "kurtosis, least", "median", "most", "residual rank"), by_role)
+        of_role = [row for row in rows if row["role"] == role]
+        values = [row["kurtosis"] for row in of_role]
+        shares = [100 * row["residual_share"] for row in of_role if "residual_share" in row]
+        share = f"{statistics.median(shares):.0f} %" if shares else ABSENT
+        by_role.append((role, *_spread(values), share))
+    yield table(("role", "kurtosis, least", "median", "most", "residual rank, median"), by_role)
     yield paragraph(
         "Excess kurtosis is 0 for a normal distribution and more for outliers, which scales must stretch to. The "
-        "residual rank counts singular values of what INT3 rounding loses that are below half of the largest: few of "
-        "min(N, K) mean a flat residual, of which a low rank takes little. ",
-        "" if samples else "`trilobite report PACKED --original SRC` measures it on a sample.",
+        "residual rank counts singular values of what INT3 rounding loses that are below half of the largest, here as a "
+        f"share of min(N, K), of {SIDE} rows or columns: few mean a flat residual, of which a low rank takes little.",
     )
     if rows:
 

@@ -16,7 +16,7 @@ from trilobite.quantize.methods.hqq import BETA, ITERATIONS, KAPPA, P, hqq
 from trilobite.quantize.methods.registry import quantize
 from trilobite.quantize.methods.rtn import rtn
 from trilobite.quantize.methods.search import search
-from trilobite.quantize.plan.statistics import kurtosis, residual_rank, sample_roles
+from trilobite.quantize.plan.statistics import kurtosis, residual_rank, sample_roles, sampled_residual_share
 from trilobite.recipe import Format
 
 INT3, INT2 = Format(bits=3, group=64), Format(bits=2, group=64)
@@ -334,7 +334,20 @@ def test_residual_rank_counts_small_singular_values() -> None:
     w = normal(64, 64)
     residual = w - dequantize(quantize(w, INT3, "rtn"))
     sigma = torch.linalg.svd(residual).S
-    assert residual_rank(w, fmt=INT3) == int((sigma < 0.5 * sigma.max()).sum()) > 0
+    assert residual_rank(w) == int((sigma < 0.5 * sigma.max()).sum()) > 0
+
+
+def test_a_sample_of_rows_and_columns_has_the_rank_of_the_whole() -> None:
+    small = normal(100, 200)
+    assert sampled_residual_share(small) == pytest.approx(residual_rank(small) / 100)
+    wide = normal(600, 1040, seed=1)
+    assert sampled_residual_share(wide) == pytest.approx(residual_rank(wide) / 600, abs=0.05)
+    leaning = wide.clone()
+    leaning[:, ::64] *= (
+        30  # every group has its outlier: all of the residual that counts lies in other columns
+    )
+    assert sampled_residual_share(leaning) == pytest.approx(residual_rank(leaning) / 600, abs=0.1)
+    assert sampled_residual_share(normal(40, 40) * 0) == 0
 
 
 def test_a_sample_names_the_matrix_that_is_damaged(tmp_path: Path) -> None:

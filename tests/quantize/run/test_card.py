@@ -75,7 +75,7 @@ def test_what_it_says(packed: Path) -> None:
     card = card_of(packed)
     assert "import trilobite" in card
     assert "| expert | int3-" in card
-    assert "| wi\\|ki\\<b\\>.txt, 2 × 64 tokens | perplexity | 7.2500 |" in card
+    assert "| wi\\|ki\\<b\\>.txt, 2 windows of 64 tokens | perplexity | 7.2500 |" in card
     assert "| piqa, 10 items | acc | 0.5000 |" in card
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import Source
+from trilobite.formats.padding import fill_up, whole_blocks
 from trilobite.formats.weight import dequantize
 from trilobite.quantize.methods.bands import bands
 from trilobite.quantize.methods.registry import quantize
@@ -18,6 +19,10 @@ from trilobite.recipe import BODY_ROLES, Format, Role
 
 SAMPLE = 2**20
 """Weights whose kurtosis stands for that of a matrix in its report: a hundredth of what rounding it takes."""
+SIDE = 256
+"""Rows or columns, whichever are fewer, whose residual stands for that of a matrix in its report."""
+TAU = 0.5
+"""Singular values below this share of the largest count as small (MiLo Table 2)."""
 
 
 def kurtosis(w: Tensor) -> float:
@@ -45,14 +50,34 @@ def sampled_kurtosis(w: Tensor) -> float:
     return kurtosis(w[:: max(1, w.numel() // SAMPLE)])
 
 
-def residual_rank(w: Tensor, *, fmt: Format, tau: float = 0.5) -> int:
-    """How many singular values of the residual W - RTN(W) are smaller than tau * sigma_max (MiLo Table 2).
+def residual_rank(w: Tensor) -> int:
+    """How many singular values of the residual W - RTN-INT3(W) are smaller than TAU * sigma_max (MiLo Table 2).
 
     w: [N, K] any float dtype    Computes all singular values: seconds for 4096 columns.
     """
-    residual = w.float() - dequantize(quantize(w, fmt, "rtn"))
-    sigma = torch.linalg.svdvals(residual)
-    return int((sigma < tau * sigma[0]).sum())
+    sigma = torch.linalg.svdvals(_residual(w))
+    return int((sigma < TAU * sigma[0]).sum())
+
+
+def sampled_residual_share(w: Tensor) -> float:
+    """`residual_rank` over min(N, K), of rows and columns evenly spread; of all where the fewer are below 2 SIDE.
+
+    The sample is as oblong as the matrix, since that alone moves the singular values of a residual without structure.
+
+    w: [N, K] any float dtype
+    """
+    step = max(1, min(w.shape) // SIDE)
+    residual = _residual(w[::step])[:, ::step]
+    short = residual if residual.shape[0] <= residual.shape[1] else residual.T
+    squares = torch.linalg.eigvalsh(short @ short.T)
+    return float((squares < TAU**2 * squares[-1]).float().mean())
+
+
+def _residual(w: Tensor) -> Tensor:
+    n, k = w.shape
+    padded = fill_up(w, n, whole_blocks(k))
+    fmt = Format(bits=3, group=64 if padded.shape[1] % 64 == 0 else 32)
+    return (padded.float() - dequantize(quantize(padded, fmt, "rtn")))[:, :k]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +110,7 @@ def sample_roles(
     """
     chosen: dict[Role, list[Matrix]] = {}
     for role in BODY_ROLES:
-        of_role = [m for m in matrices if m.role is role and m.quantizable and m.shape[1] % 32 == 0]
+        of_role = [m for m in matrices if m.role is role and m.quantizable]
         count = len(of_role) if samples is None else min(samples, len(of_role))
         if count:
             chosen[role] = [of_role[i * len(of_role) // count] for i in range(count)]
@@ -98,7 +123,7 @@ def sample_roles(
             watcher.progress("kurtosis and residual rank", done, total)
             w = read_matrix(source, m)
             with naming(m.name):
-                rank = residual_rank(w, fmt=Format(bits=3, group=64 if w.shape[1] % 64 == 0 else 32))
+                rank = residual_rank(w)
             measured.append((kurtosis(w), rank, rank / min(w.shape)))
             done += 1
         means = [sum(column) / len(measured) for column in zip(*measured, strict=True)]

@@ -26,7 +26,7 @@ from trilobite.quantize.methods.quantized import Compensation
 from trilobite.quantize.methods.registry import METHODS
 from trilobite.quantize.naming import naming
 from trilobite.quantize.plan.plan import Plan, PlanLine, decoded
-from trilobite.quantize.plan.statistics import sampled_kurtosis
+from trilobite.quantize.plan.statistics import sampled_kurtosis, sampled_residual_share
 from trilobite.quantize.run.options import Options
 from trilobite.quantize.threads import Piece, results, single_threaded_torch, thread_pool
 from trilobite.recipe import LatticeFormat, Recipe
@@ -166,7 +166,10 @@ def quantize_line(
     quantized = METHODS[line.method](
         fill_up(w, n, k), line.format, hessian=hessian, compensation=_compensation(line, recipe)
     )
-    record: dict[str, Any] = {"kurtosis": float(f"{sampled_kurtosis(w):.4g}")}
+    record: dict[str, Any] = {
+        "kurtosis": float(f"{sampled_kurtosis(w):.4g}"),
+        "residual_share": float(f"{sampled_residual_share(w):.3g}"),
+    }
     if quantized.errors:
         record["iterations"] = len(quantized.errors)
         record["errors"] = [float(f"{e:.4g}") for e in quantized.errors]
