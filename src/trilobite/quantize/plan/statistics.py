@@ -19,7 +19,7 @@ from trilobite.recipe import BODY_ROLES, Format, Role
 
 SAMPLE = 2**20
 """Weights whose kurtosis stands for that of a matrix in its report: a hundredth of what rounding it takes."""
-SIDE = 256
+SIDE = 128
 """Rows or columns, whichever are fewer, whose residual stands for that of a matrix in its report."""
 TAU = 0.5
 """Singular values below this share of the largest count as small (MiLo Table 2)."""
