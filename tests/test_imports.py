@@ -114,10 +114,11 @@ BACKENDS = ("trilobite.kernels.cpu", "trilobite.kernels.gpu")
 ROOMS: dict[str, set[str]] = {
     "quantize/plan": {"methods"},
     "quantize/methods": set(),
+    "quantize/budget": {"calibrate", "methods", "plan"},
     "quantize/calibrate": {"methods", "plan"},
     "quantize/columns": set(),
     "quantize/finetune": {"calibrate", "methods", "plan"},
-    "quantize/run": {"calibrate", "columns", "finetune", "methods", "plan"},
+    "quantize/run": {"budget", "calibrate", "columns", "finetune", "methods", "plan"},
     "kernels/cpu": set(),
     "kernels/gpu": set(),
     "kernels/gpu/device": set(),

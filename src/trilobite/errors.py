@@ -5,6 +5,7 @@
     │   └── FormatVersionError             written by a newer or unknown format version
     ├── ArchitectureError (ValueError)     tensors that match no role, or a model class nobody provides
     ├── RecipeError (ValueError)           a recipe that cannot be read, or that does not fit this checkpoint
+    │   └── BudgetError                    bytes that no recipe comes to
     ├── ShapeError (ValueError)            tensors whose shapes, dtypes or devices do not fit together
     ├── WeightError (ValueError)           weights that cannot be quantized: NaN, infinite, out of range
     ├── DestinationError (OSError)         the place to write to is full, occupied, or made by something else
@@ -41,6 +42,10 @@ class ArchitectureError(TrilobiteError, ValueError):
 
 class RecipeError(TrilobiteError, ValueError):
     """A recipe cannot be read, or does not fit the checkpoint."""
+
+
+class BudgetError(RecipeError):
+    """A budget of bytes is one that no recipe for the checkpoint comes to."""
 
 
 class ShapeError(TrilobiteError, ValueError):

@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trilobite.cli.budget import (
+    BitsOption,
+    FitOption,
+    PerExpertOption,
+    SensitivityOption,
+    SizeOption,
+    chosen_budget,
+    print_account,
+)
 from trilobite.cli.console import (
     CompressProgress,
     Progress,
@@ -37,6 +46,7 @@ from trilobite.cli.options import (
     RankOption,
     RecipeOption,
     RevisionOption,
+    RoomOption,
     SamplesOption,
     SaveHessiansOption,
     SeedOption,
@@ -61,6 +71,27 @@ if TYPE_CHECKING:
 SCARCE = 20
 """Lines of the table of experts that saw few tokens."""
 COLUMNS = ("role", "format", "tensors", "params", "bytes", "bits/weight", "rank", "error")
+
+
+def _fixed(
+    group_size: int | None,
+    rank: str | None,
+    method: str | None,
+    compensator: str | None,
+    iterations: int | None,
+    stats: Path | None,
+) -> dict[str, object]:
+    """Options that change a recipe and mean nothing to a budget, by name."""
+    return {
+        "group-size": group_size,
+        "rank": rank,
+        "method": method,
+        "compensator": compensator,
+        "iterations": iterations,
+        "stats": stats,
+    }
+
+
 SourceArgument = Annotated[
     str, typer.Argument(help="Folder of the original checkpoint, or a hub id.", callback=named, metavar="SRC")
 ]
@@ -69,7 +100,10 @@ SourceArgument = Annotated[
 def compress(
     src: SourceArgument,
     dst: Annotated[Path, typer.Argument(help="New folder for the packed checkpoint.", metavar="DST")],
-    recipe: RecipeOption,
+    recipe: RecipeOption = None,
+    bits: BitsOption = None,
+    size_: SizeOption = None,
+    fit: FitOption = None,
     jobs: Annotated[
         int, typer.Option(help="Matrices in work at a time; 0 = one a core.", min=0, metavar="N")
     ] = 0,
@@ -87,6 +121,8 @@ def compress(
     target: TargetTextOption = None,
     samples: SamplesOption = None,
     context: ContextOption = None,
+    per_expert: PerExpertOption = False,
+    sensitivity: SensitivityOption = None,
     seed: SeedOption = None,
     propagate: PropagateOption = None,
     memory: CalibrationMemoryOption = None,
@@ -105,11 +141,30 @@ def compress(
     Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-3bit --recipe milo-s1
 
     \b
+    Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-18gb --size 18GB
+
+    \b
     Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-gptq -r gptq3 --calibration wiki.txt
     """
-    chosen = chosen_recipe(
+    budget = chosen_budget(
+        src,
+        bits,
+        size_,
+        fit,
+        recipe=recipe,
+        context=context,
+        per_expert=per_expert,
+        sensitivity=sensitivity,
+        keep=keep,
+        columns=columns,
+        importance=importance,
+        fixed=_fixed(group_size, rank, method, compensator, iterations, stats),
+    )
+    chosen = budget or chosen_recipe(
         recipe, keep, group_size, rank, method, compensator, iterations, columns, importance
     )
+    if fit is not None:  # there it is what memory is left for
+        context = None
     ground = chosen_calibration(
         calibration,
         save_hessians,
@@ -128,7 +183,7 @@ def compress(
     folder = open_source(
         src, revision=revision
     ).path  # downloaded before our bars come: it has bars of its own
-    with quiet() if ground or chosen.importance != "none" else nullcontext(), Progress() as bars:
+    with quiet() if ground or budget or chosen.importance != "none" else nullcontext(), Progress() as bars:
         progress = CompressProgress(bars)
         tell_state(progress.state)
         result = run(
@@ -169,6 +224,8 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
         return
     if not result.fresh:
         note(f"{dst}: is already complete; nothing was done")
+    if account := read_report(dst)["identity"].get("planner"):
+        print_account(account)
     print_report(made, f"{dst}, recipe {result.plan.recipe.name}")
     print_kept(made)
     _print_scarce(tensors)
@@ -199,7 +256,10 @@ def _print_scarce(tensors: "Sequence[Mapping[str, Any]]") -> None:
 
 def plan(
     src: SourceArgument,
-    recipe: RecipeOption,
+    recipe: RecipeOption = None,
+    bits: BitsOption = None,
+    size_: SizeOption = None,
+    fit: FitOption = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     keep: KeepOption = None,
     group_size: GroupOption = None,
@@ -210,6 +270,9 @@ def plan(
     columns: ColumnsOption = None,
     importance: ImportanceOption = None,
     stats: StatsOption = None,
+    context: RoomOption = None,
+    per_expert: PerExpertOption = False,
+    sensitivity: SensitivityOption = None,
     keep_unmatched: UnmatchedOption = False,
     revision: RevisionOption = None,
     json: JsonOption = False,
@@ -221,30 +284,57 @@ def plan(
     \b
     Example: trilobite plan mistralai/Mixtral-8x7B-v0.1 --recipe milo-s1 --group-size 128
     """
-    chosen = chosen_recipe(
-        recipe, keep, group_size, rank, method, compensator, iterations, columns, importance
+    budget = chosen_budget(
+        src,
+        bits,
+        size_,
+        fit,
+        recipe=recipe,
+        context=context,
+        per_expert=per_expert,
+        sensitivity=sensitivity,
+        keep=keep,
+        columns=columns,
+        importance=importance,
+        fixed=_fixed(group_size, rank, method, compensator, iterations, stats),
     )
     from trilobite.checkpoint.source import open_source
     from trilobite.quantize.columns.choose import with_column_scales
     from trilobite.quantize.plan.plan import plan_json
     from trilobite.quantize.plan.report import report
     from trilobite.quantize.run.compress import prepare
+    from trilobite.quantize.run.options import Options, pick_device
+    from trilobite.quantize.run.planned import plan_within
     from trilobite.quantize.watcher import Watcher
 
-    source = open_source(src, revision=revision)
-    source = with_column_scales(source, chosen, keep_unmatched=keep_unmatched)
-    with Progress() as bars:
+    source, account = open_source(src, revision=revision), None
+    with quiet() if budget else nullcontext(), Progress() as bars:
+        watcher = Watcher(progress=bars.show, note=note)
+        if budget:
+            device = pick_device("auto")
+            planned = plan_within(
+                source,
+                budget,
+                keep_unmatched=keep_unmatched,
+                device=device,
+                jobs=Options().threads(device),
+                watcher=watcher,
+            )
+            chosen, account = planned.recipe, planned.account
+        else:
+            chosen = chosen_recipe(
+                recipe, keep, group_size, rank, method, compensator, iterations, columns, importance
+            )
+        source = with_column_scales(source, chosen, keep_unmatched=keep_unmatched)
         made = prepare(
-            source,
-            chosen,
-            frequency=frequencies(stats),
-            keep_unmatched=keep_unmatched,
-            watcher=Watcher(progress=bars.show),
+            source, chosen, frequency=frequencies(stats), keep_unmatched=keep_unmatched, watcher=watcher
         )
         bars.complete()
     if json:
-        sys.stdout.write(plan_json(made))
+        sys.stdout.write(plan_json(made, account))
         return
+    if account:
+        print_account(account)
     summary = report(made.to_dict()["tensors"])
     if tensors:
         _print_tensors(made)

@@ -23,7 +23,7 @@ def named(model: str) -> str:
 
 
 RecipeOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--recipe",
         "-r",
@@ -123,7 +123,21 @@ SamplesOption = Annotated[
 ]
 ContextOption = Annotated[
     int | None,
-    typer.Option("--context", help="Tokens of a window (the model's own, at most 2048).", metavar="L"),
+    typer.Option(
+        "--context",
+        help="Tokens of a window (the model's own, at most 2048); with --fit, of the keys and values that memory is "
+        "left for (4096).",
+        metavar="L",
+    ),
+]
+RoomOption = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        help="With --fit: tokens of the keys and values that memory is left for (4096).",
+        min=1,
+        metavar="L",
+    ),
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Of the windows (0).", metavar="S")]
 PropagateOption = Annotated[
@@ -205,7 +219,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def chosen_recipe(
-    name: str,
+    name: str | None,
     keep: list[str] | None,
     group_size: int | None,
     rank: str | None,
@@ -216,6 +230,7 @@ def chosen_recipe(
     importance: str | None,
 ) -> Recipe:
     """The recipe with what the command line changes in it; what changed becomes part of its name."""
+    assert name is not None, "a command that takes budgets, too, has asked for one or the other"
     recipe = load_recipe(name)
     if group_size is not None:
         recipe = recipe.with_group(group_size)

@@ -384,7 +384,9 @@ def _with_rank(line: PlanLine, rank: int, recipe: Recipe) -> PlanLine:
     return replace(line, rank=rank, stored=(*line.stored, *factors))
 
 
-def plan_json(plan: Plan) -> str:
-    """The plan as JSON."""
+def plan_json(plan: Plan, planner: Mapping[str, Any] | None = None) -> str:
+    """The plan as JSON. planner: the account of how its recipe was found."""
     data = plan.to_dict()
+    if planner is not None:
+        data["planner"] = planner
     return report_text(data, data.pop("tensors"))

@@ -10,6 +10,7 @@ from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, RecipeError
 from trilobite.quantize.calibrate.builtin import builtin_calibration
+from trilobite.quantize.calibrate.diagonals import Diagonals
 from trilobite.quantize.calibrate.encoder_decoder import EncoderDecoder, PairLoop
 from trilobite.quantize.calibrate.loop import Loop
 from trilobite.quantize.calibrate.model import BlockModel
@@ -30,6 +31,7 @@ class Calibrator:
 
     windows: what the model runs on; None where it need not, with a finished folder of Hessians and no fine-tuning
     store: the folder of Hessians, where one is asked for    identity: what interrupted runs must have in common
+    measured: what `measure` found
     """
 
     def __init__(self, source: Source, calibration: Calibration) -> None:
@@ -51,12 +53,26 @@ class Calibrator:
         elif calibration.hessians:
             self.windows = None
         self._model: BlockModel | None = None
+        self.measured: Diagonals | HessianStore | None = None
 
-    def build(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> None:
+    def build(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> BlockModel | None:
         """Build the model, where one has to run. Raises ArchitectureError when it cannot be run block by block."""
         if self.windows is not None:
             kind = EncoderDecoder if self.windows.pairs else BlockModel
             self._model = kind(source, matrices, device)
+        return self._model
+
+    def measure(
+        self, lines: Sequence[PlanLine], *, jobs: int, workspace: Path, watcher: Watcher = SILENT
+    ) -> None:
+        """Find the importance that lines need, in the original model, before it is known what becomes of them."""
+        calibrated = [line for line in lines if line.calibrated]
+        if self.store is not None:
+            self.collect(calibrated, jobs=jobs, workspace=workspace, watcher=watcher)
+            self.measured = self.store
+        else:
+            self.measured = Diagonals()
+            self._loop(self.measured, jobs, workspace, watcher, kind=DiagonalSum).walk(calibrated)
 
     def pack(self, work: Work, todo: Sequence[PlanLine]) -> None:
         """Pack lines that need Hessians, from the folder of them or as the model's run finds them; then train."""
@@ -64,7 +80,8 @@ class Calibrator:
         calibrated = [line for line in work.plan.lines if line.calibrated]
         if self.store is not None:
             self.collect(calibrated, jobs=work.jobs, workspace=folder, watcher=watcher)
-            work.run(todo, self.store)
+        if known := self.store or self.measured:
+            work.run(todo, known)
             todo = []
         trainer = self._trainer(work)
         if todo or trainer:

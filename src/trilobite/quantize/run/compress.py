@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from trilobite.checkpoint.packed import PARTIAL, REPORT, TIMES, PackedWriter, as
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.formats.bitpack import ROWS
+from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.columns.choose import with_column_scales
 from trilobite.quantize.finetune.store import TunedStore
@@ -22,6 +23,7 @@ from trilobite.quantize.run.identity import finished_ranks, keep_ranks, kept_ran
 from trilobite.quantize.run.lines import Work
 from trilobite.quantize.run.metadata import packed_config, packed_report, times_json
 from trilobite.quantize.run.options import Options, pick_device
+from trilobite.quantize.run.planned import kept_plan, plan_within
 from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import Recipe, load_recipe, needs_calibration
 
@@ -73,7 +75,7 @@ def prepare(
 def compress(
     src: str | Path,
     dst: str | Path,
-    recipe: str | Recipe,
+    recipe: str | Recipe | Budget,
     *,
     frequency: Mapping[str, Sequence[int]] | None = None,
     keep_unmatched: bool = False,
@@ -82,7 +84,7 @@ def compress(
 ) -> Result:
     """Compress the checkpoint `src` (folder or hub id) into the folder `dst`.
 
-    recipe: what `load_recipe` gives, or the name or file that it takes
+    recipe: what `load_recipe` gives, the name or file that it takes, or a budget to make one for
     calibration: what recipes with a calibrated method (gptq) or importance measure activations on; others take none.
     Killed at any moment, the same call continues and ends with the same bytes. Raises TrilobiteError subclasses;
     KeyboardInterrupt leaves a resumable state.
@@ -91,15 +93,31 @@ def compress(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     device = pick_device(options.device)
     started = time.monotonic()
-    source = with_column_scales(open_source(src), recipe, keep_unmatched=keep_unmatched)
+    source, planned = open_source(src), None
     options.watcher.progress("read", 0, 1)
-    calibrator = _open_calibration(source, recipe, calibration)
+    if isinstance(recipe, Budget):
+        if calibration is not None:  # quantized blocks are not known before the recipe is
+            calibration = replace(calibration, propagate="original")
+        planned = kept_plan(dst, recipe) or plan_within(
+            source,
+            recipe,
+            keep_unmatched=keep_unmatched,
+            calibration=calibration,
+            device=device,
+            jobs=options.threads(device),
+            watcher=options.watcher,
+        )
+        recipe = planned.recipe
+    source = with_column_scales(source, recipe, keep_unmatched=keep_unmatched)
+    calibrator = planned.calibrator if planned else None
+    calibrator = calibrator or _open_calibration(source, recipe, calibration)
     identity = run_identity(
         source,
         recipe,
         device,
         frequency=frequency,
         calibration=calibrator.identity if calibrator else None,
+        planner=planned.account if planned else None,
     )
     finished = (dst / "config.json").exists()
     plan = prepare(
@@ -116,7 +134,9 @@ def compress(
     if finished:
         shutil.rmtree(dst / PARTIAL, ignore_errors=True)  # an earlier run was killed while it cleaned up
         return Result(plan=plan, records={}, seconds=time.monotonic() - started, fresh=0)
-    if calibrator:  # before anything is written: not every model can be run block by block
+    if (
+        calibrator and not calibrator.measured
+    ):  # before anything is written: not every model can be run block by block
         calibrator.build(source, [line.matrix for line in plan.lines], device)
     units = {line.matrix.name: _unit(line) for line in plan.lines}
     with PackedWriter(dst, list(units.values()), identity) as writer:

@@ -26,10 +26,11 @@ def run_identity(
     *,
     frequency: Mapping[str, Sequence[int]] | None,
     calibration: Mapping[str, Any] | None,
+    planner: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """All that decides about the bytes of a packed checkpoint: its inputs, and the code that rounds them.
 
-    calibration: the identity of one, for recipes that need it
+    calibration: the identity of one, for recipes that need it    planner: the account of how the recipe was found
     """
     kernels = f"kernels {cpu_quantize.tier()}" if device.type == "cpu" else f"torch on {device.type}"
     code = f"trilobite {trilobite.__version__}, format {FORMAT_VERSION} with rows and checksums"
@@ -41,6 +42,8 @@ def run_identity(
     }
     if calibration is not None:
         identity["calibration"] = calibration
+    if planner is not None:
+        identity["planner"] = planner
     return identity
 
 

@@ -18,6 +18,7 @@ from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.formats.padding import fill_up
 from trilobite.formats.weight import PackedWeight, dequantize, with_real_signs
+from trilobite.quantize.calibrate.diagonals import Diagonals
 from trilobite.quantize.calibrate.protocols import Record, Records
 from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.finetune.store import TunedStore
@@ -68,7 +69,7 @@ class Work:
         """Matrices in work at a time."""
         return self.options.threads(self.device)
 
-    def run(self, lines: Sequence[PlanLine], hessians: HessianStore | None = None) -> None:
+    def run(self, lines: Sequence[PlanLine], hessians: HessianStore | Diagonals | None = None) -> None:
         """Finish lines, as many at a time as the memory bound allows. hessians: of all of them, where they have any."""
 
         def finish(line: PlanLine) -> tuple[PlanLine, Record]:

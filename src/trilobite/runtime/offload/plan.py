@@ -157,7 +157,7 @@ def fixed_on_host(model: PreTrainedModel, settings: Offload, mapped: Container[i
 
     mapped: addresses of tensors in mapped files; weights that lie elsewhere are part of the program already
     """
-    context = _within(model, settings.context)
+    context = within(model, settings.context)
     return Fixed(
         program=anonymous_bytes(),
         weights=sum(t.nbytes for t in _staying(model) if t.data_ptr() in mapped),
@@ -173,7 +173,7 @@ def fixed_beside_gpu() -> Fixed:
 
 def fixed_on_gpu(model: PreTrainedModel, settings: Offload, active: int, used: int | None) -> Fixed:
     """Of a model that runs on a GPU, there. active: A    used: what this process holds there already."""
-    context = _within(model, settings.context)
+    context = within(model, settings.context)
     hidden = model.config.get_text_config(decoder=True).hidden_size
     return Fixed(
         program=used or 0,
@@ -229,14 +229,14 @@ def automatic(model: PreTrainedModel, file_bytes: int, context: int) -> int | No
 
     file_bytes: of the checkpoint
     """
-    free, context = available_bytes(), _within(model, context)
+    free, context = available_bytes(), within(model, context)
     needed = file_bytes + key_value_bytes(model, context) + activation_bytes(model, context)
     if free is None or needed <= HEADROOM * free:
         return None
     return int(HEADROOM * free) + anonymous_bytes()
 
 
-def _within(model: PreTrainedModel, context: int) -> int:
+def within(model: PreTrainedModel, context: int) -> int:
     """No more tokens than the model was made for."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return min(context, limit or context)

@@ -1,0 +1,163 @@
+"""Budgets in the place of recipes: their options, and why each part of a model got what it got."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trilobite.cli.console import number, print_table, size
+from trilobite.recipe import parse_role
+
+if TYPE_CHECKING:
+    from trilobite.quantize.budget.goal import Budget
+
+BitsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--bits",
+        help="In the place of a recipe: the best one with so many bits a weight, scales included, in attention, MLPs "
+        "and experts.",
+        metavar="BITS",
+    ),
+]
+SizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--size",
+        help="In the place of a recipe: the best one whose files come to at most so much (18GB).",
+        metavar="SIZE",
+    ),
+]
+FitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fit",
+        help="In the place of a recipe: the best one that runs in so much memory (16GiB), with keys and values of "
+        "--context tokens.",
+        metavar="SIZE",
+    ),
+]
+PerExpertOption = Annotated[
+    bool,
+    typer.Option("--per-expert", help="With --bits, --size, --fit: experts of a layer may differ in format."),
+]
+SensitivityOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--sensitivity",
+        help="With --bits, --size, --fit: what `trilobite sensitivity` measured, in the place of what is usual.",
+        metavar="FILE",
+    ),
+]
+
+
+def chosen_budget(
+    src: str,
+    bits: float | None,
+    size: str | None,
+    fit: str | None,
+    *,
+    recipe: str | None,
+    context: int | None,
+    per_expert: bool,
+    sensitivity: Path | None,
+    keep: list[str] | None,
+    columns: str | None,
+    importance: str | None,
+    fixed: Mapping[str, object],
+) -> "Budget | None":
+    """What the command line asks the planner for; None where it names a recipe.
+
+    fixed: options that a planner leaves no room for, by name
+    Raises typer.BadParameter where neither or both are given, TrilobiteError for what cannot be.
+    """
+    given = {"--bits": bits, "--size": size, "--fit": fit}
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) + (recipe is not None) != 1:
+        raise typer.BadParameter("give one of --recipe, --bits, --size and --fit")
+    if not asked:
+        if per_expert or sensitivity:
+            name = "--per-expert" if per_expert else "--sensitivity"
+            raise typer.BadParameter(f"{name} goes with --bits, --size or --fit")
+        return None
+    if unused := [name for name, value in fixed.items() if value is not None]:
+        raise typer.BadParameter(f"--{unused[0]} goes with --recipe: {asked[0]} chooses that itself")
+    from trilobite.quantize.budget.goal import Budget
+    from trilobite.quantize.budget.measured import read_sensitivities
+    from trilobite.runtime.offload.plan import parse_size
+
+    return Budget(
+        bits=bits,
+        size=None if size is None else parse_size(size),
+        fit=None if fit is None else parse_size(fit),
+        reserved=_reserved(src, context) if fit is not None else 0,
+        per_expert=per_expert,
+        keep=tuple(parse_role(role) for part in keep or () for role in part.split(",")),
+        columns=columns or "auto",
+        importance=importance or "auto",
+        sensitivities={} if sensitivity is None else read_sensitivities(sensitivity),
+    )
+
+
+def print_account(account: Mapping[str, Any]) -> None:
+    """Why each part of the model got what it got."""
+    parts: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in account["choices"]:
+        parts.setdefault((row["role"], row["part"]), []).append(row)
+    rows = []
+    for (role, part), of_part in parts.items():
+        better = [row["next"] for row in of_part if "next" in row]
+        rows.append(
+            (
+                role,
+                part,
+                _formats(of_part),
+                number(8 * sum(r["bytes"] for r in of_part) / sum(r["weights"] for r in of_part), 3),
+                size(sum(r["bytes"] for r in of_part)),
+                number(sum(r["loss"] for r in of_part)),
+                f"+{size(sum(b['bytes'] for b in better))}" if better else "",
+                f"-{number(sum(b['loss'] for b in better))}" if better else "",
+            )
+        )
+    columns = ("role", "part", "format", "bits/weight", "bytes", "loss", "next better", "loss")
+    print_table(
+        columns, rows, title="What the planner chose, and what a step more would cost and save", left=3
+    )
+    print(
+        f"Predicted loss {number(account['loss'])} (KL divergence, as a rule of thumb); bytes that count "
+        f"{size(account['bytes'])}, possible {size(account['least'])} to {size(account['most'])}\n"
+    )
+
+
+def _formats(rows: list[Mapping[str, Any]]) -> str:
+    """Formats by the layers that have them, the most frequent first."""
+    layers: dict[str, dict[str, None]] = {}
+    for row in rows:
+        layers.setdefault(row["format"], {})[row["layer"]] = None
+    if len(layers) == 1:
+        return next(iter(layers))
+    order = sorted(layers, key=lambda fmt: -len(layers[fmt]))
+    return "; ".join(f"{fmt} in {_runs(list(layers[fmt]))}" for fmt in order)
+
+
+def _runs(layers: list[str]) -> str:
+    """`["0", "1", "2", "5"]` -> `0-2, 5`."""
+    runs: list[list[str]] = []
+    for layer in layers:
+        stack, _, index = layer.rpartition(".")
+        before = f"{stack}.{int(index) - 1}".removeprefix(".") if index.isdigit() else None
+        if runs and runs[-1][-1] == before:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _reserved(src: str, context: int | None) -> int:
+    """Memory that weights do not get."""
+    from trilobite.checkpoint.source import open_source
+    from trilobite.runtime.offload.plan import Offload
+    from trilobite.runtime.room import room_beside_weights
+
+    return room_beside_weights(open_source(src), Offload.context if context is None else context)

@@ -1,0 +1,99 @@
+"""From a budget to a recipe: what compress and plan do first where no recipe is named."""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trilobite.checkpoint.packed import PARTIAL, REPORT
+from trilobite.checkpoint.roles import Matrix, identify, text_config
+from trilobite.checkpoint.source import Source
+from trilobite.quantize.budget.choose import ask, choose
+from trilobite.quantize.budget.goal import Budget
+from trilobite.quantize.calibrate.windows import Calibration
+from trilobite.quantize.columns.choose import with_column_scales
+from trilobite.quantize.columns.streams import find_streams
+from trilobite.quantize.run.calibrated import Calibrator, open_calibration
+from trilobite.quantize.watcher import SILENT, Watcher
+from trilobite.recipe import Recipe, Rule, recipe_from_dict
+
+IDENTITY = "identity.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A recipe that was made for a budget.
+
+    account: why, as plain data    calibrator: what measured importance, if anything did
+    """
+
+    recipe: Recipe
+    account: Mapping[str, Any]
+    calibrator: Calibrator | None = None
+
+
+def plan_within(
+    source: Source,
+    budget: Budget,
+    *,
+    keep_unmatched: bool = False,
+    calibration: Calibration | None = None,
+    device: torch.device,
+    jobs: int = 1,
+    watcher: Watcher = SILENT,
+) -> Planned:
+    """The recipe of least predicted loss within a budget; the same one every time.
+
+    Reads some rows of the weights; where importance counts, runs the original model once, block by block.
+    Raises BudgetError, and what `prepare` raises; nothing is written.
+    """
+    # Brings transformers along, which `trilobite --help` need not wait for.
+    from trilobite.quantize.plan.expected import unfit_matrices
+
+    matrices = identify(source, keep_unmatched=keep_unmatched)
+    unfit = unfit_matrices(source, matrices, keep_unmatched=keep_unmatched)
+    recipe = frame(source, matrices, budget, calibration)
+    source = with_column_scales(source, recipe, keep_unmatched=keep_unmatched)
+    question = ask(source, matrices, unfit, recipe)
+    calibrator = None
+    if recipe.importance != "none":
+        calibrator = open_calibration(source, recipe, calibration)
+        assert calibrator is not None
+        calibrator.build(source, matrices, device)
+        with tempfile.TemporaryDirectory() as workspace:
+            calibrator.measure(question.plans[0].lines, jobs=jobs, workspace=Path(workspace), watcher=watcher)
+    importance = None if calibrator is None else calibrator.measured
+    choice = choose(question, budget, importance, jobs=jobs, watcher=watcher)
+    return Planned(recipe=choice.recipe, account=choice.account, calibrator=calibrator)
+
+
+def frame(
+    source: Source, matrices: Sequence[Matrix], budget: Budget, calibration: Calibration | None
+) -> Recipe:
+    """All of a recipe but what is to be found."""
+    columns, importance = budget.columns, budget.importance
+    if columns == "auto":
+        columns = "sinkhorn" if find_streams(source, matrices) else "none"
+    if importance == "auto":
+        pairs = bool(text_config(source).get("is_encoder_decoder"))
+        importance = "text" if calibration else "none" if pairs else "builtin"
+    keep = (Rule(roles=budget.keep),) if budget.keep else ()
+    return Recipe(name=budget.name, rules=keep, columns=columns, importance=importance)
+
+
+def kept_plan(dst: Path, budget: Budget) -> Planned | None:
+    """What an earlier run into `dst`, finished or not, planned for the same budget."""
+    for path in (dst / REPORT, dst / PARTIAL / IDENTITY):
+        try:
+            found = json.loads(path.read_bytes())
+            identity = found["identity"] if path.name == REPORT else found
+            account = identity["planner"]
+            if account["budget"] == budget.to_dict():
+                return Planned(recipe=recipe_from_dict(identity["recipe"], budget.name), account=account)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None

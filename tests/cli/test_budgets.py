@@ -1,0 +1,77 @@
+"""Budgets on the command line: what is shown, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.commands import Run
+
+
+def test_plan_says_why(run: Run, original: Path) -> None:
+    done = run("plan", original, "--bits", 3.4, "--importance", "none")
+    assert done.status == 0, done.err
+    for expected in ("gate, up", "next better", "Predicted loss", "recipe bits-3.4"):
+        assert expected in done.out
+    made = run("plan", original, "--bits", 3.4, "--importance", "none", "--json").json
+    assert made["recipe"]["name"] == made["planner"]["budget"]["goal"] == "bits-3.4"
+    chosen = {row["format"] for row in made["planner"]["choices"]}
+    assert chosen == {row["format"] for row in made["tensors"] if row["role"] in ("attention", "expert")}
+
+
+def test_compress_to_a_size_with_what_was_measured(run: Run, original: Path, tmp_path: Path) -> None:
+    assert run("sensitivity", original, "--tokens", 64, "-o", tmp_path / "s.json").status == 0
+    assert len(json.loads((tmp_path / "s.json").read_text())["sensitivities"]) == 8
+    wide = run("compress", original, tmp_path / "wide", "-r", "int8", "--json").json["bytes_on_disk"]
+    done = run("compress", original, tmp_path / "out", "--size", wide, "--sensitivity", tmp_path / "s.json")
+    assert done.status == 0, done.err
+    assert "What the planner chose" in done.out
+    assert sum(p.stat().st_size for p in (tmp_path / "out").iterdir()) <= wide
+
+
+def test_fit_leaves_room_for_the_context(run: Run, original: Path) -> None:
+    """Keys and values of a longer context leave fewer bytes to weights."""
+    rooms = [
+        run("plan", original, "--fit", "8GiB", "--context", n, "--importance", "none", "--json").json[
+            "planner"
+        ]["budget"]["reserved"]
+        for n in (16, 64)
+    ]
+    # Two layers, keys and values of two heads of 16, two bytes each.
+    assert rooms[1] - rooms[0] >= 48 * 2 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--bits", 1.2), "1.2 bits: the least that is possible is 2."),
+        (("--bits", 30), "30 bits: the least that is possible is 2."),
+        (("--size", "1kB"), "the least that is possible is"),
+        (("--fit", "1MiB"), "the least that is possible is"),
+        (("--bits", 3, "--sensitivity", "absent.json"), "absent.json: cannot be read"),
+    ],
+)
+def test_impossible_budgets_are_one_line(
+    run: Run, original: Path, arguments: tuple[object, ...], said: str
+) -> None:
+    done = run("plan", original, *arguments, "--importance", "none")
+    assert done.status == 1
+    assert done.err.strip().startswith("error: ")
+    assert said in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--recipe, --bits, --size and --fit"),
+        (("-r", "rtn3", "--bits", 3), "--recipe, --bits, --size and --fit"),
+        (("--bits", 3, "--size", "1GB"), "--recipe, --bits, --size and --fit"),
+        (("--bits", 3, "--group-size", 32), "--group-size goes with --recipe"),
+        (("-r", "rtn3", "--per-expert"), "--per-expert goes with"),
+    ],
+)
+def test_wrong_usage(run: Run, original: Path, arguments: tuple[object, ...], said: str) -> None:
+    done = run("plan", original, *arguments)
+    assert done.status == 2
+    assert said in " ".join(done.err.split())
