@@ -2,6 +2,7 @@
 # make test   installs, lints, type-checks, runs the tests
 # make sanitize   builds the native library with ASan and UBSan and fuzzes it
 # make old-triton   compiles GPU kernels with the oldest Triton that the package takes
+# make old-transformers   loads and saves models with the oldest transformers that the package takes
 # make load     asks a server for 1,000 texts from 16 clients, some of whom hang up, and compares every answer
 # make architectures   tries every model type with experts that transformers knows, writes docs/architectures.md
 # make fuzz   damages checkpoints in 10,000 ways and looks how each ends
@@ -16,7 +17,7 @@ PROCESSES ?= 2
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test lint format install clean sanitize old-triton emulate load fuzz architectures
+.PHONY: demo test lint format install clean sanitize old-triton old-transformers emulate load fuzz architectures
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +46,10 @@ sanitize: install
 old-triton: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
 	PYTHONPATH=$(abspath build/triton-3.6) $(BIN)/python -m pytest tests/benchmarks/test_gpu_benchmark.py -k ahead_of_time
+
+old-transformers: install
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/transformers-5.18 transformers==5.18.0
+	PYTHONPATH=$(abspath build/transformers-5.18) $(BIN)/python -m pytest tests/models/test_encoder_decoders.py tests/integrations/test_register.py tests/integrations/test_dequantize.py
 
 load: install
 	$(BIN)/python tools/load_server.py --requests 1000 --clients 16

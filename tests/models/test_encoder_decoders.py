@@ -218,9 +218,11 @@ def test_a_packed_model_saves_and_loads_itself(model_type: str, tmp_path: Path) 
     again = load(str(tmp_path / "again"))
     with torch.no_grad():
         assert torch.equal(model(**inputs()).logits, again(**inputs()).logits)
-    plain = model.dequantize()
+    # In 16 bit a token that lies between two experts may take either.
+    again, plain = (load(str(tmp_path / folder), dtype=torch.float32) for folder in ("again", "p"))
+    plain.dequantize()
     with torch.no_grad():
-        assert relative_error(plain(**inputs()).logits, again(**inputs()).logits) < 0.02
+        assert relative_error(plain(**inputs()).logits, again(**inputs()).logits) < 1e-5
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -6,6 +6,7 @@ quantized while it loads.
 """
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
 from transformers.quantizers import HfQuantizer
 
 from trilobite.checkpoint.guard import lift
@@ -57,6 +58,7 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         self.records: dict[str, dict[str, Any]] = {}
         self.source: Source | None = None
         self.notes: dict[str, str] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self.streamed: StreamedExperts | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -103,6 +105,11 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         dequantize_modules(model, dtype)
         return model
 
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
+        """Converters stack 16-bit weights alone: up to transformers 5.20 `weight` is found in `weight_packed`, too."""
+        found = super().update_weight_conversions(weight_conversions, *model)
+        return [_of_whole_names(c) if isinstance(c, WeightConverter) else c for c in found]
+
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
@@ -127,6 +134,7 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
                 model, {translate(f"{n}_packed").removesuffix(".weight_packed"): rows[n] for n in rows}
             )
         self._let_stream(model, translate)
+        self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
 
     def _let_stream(self, model: PreTrainedModel, translate: Callable[[str], str]) -> None:
         """Keep experts that shall stream out of the loader's hands."""
@@ -195,6 +203,7 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if self.streamed is not None:
             self.streamed.show(model)
+        self._cast_renamed(model)
         finish(model)
         chosen = self.quantization_config
         configure(model, CpuSettings(chosen.activations, chosen.threads))
@@ -214,6 +223,14 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             self.streamed.bind(model)
             self.streamed = None
 
+    def _cast_renamed(self, model: PreTrainedModel) -> None:
+        """Give parameters their dtype: transformers up to 5.20 leaves those that it renames in that of the file."""
+        in_fp32 = "|".join(model._get_dtype_plan(model.dtype))
+        for name, parameter in model.named_parameters():
+            wanted = self.dtypes.get(name, parameter.dtype)
+            if parameter.dtype != wanted and not (in_fp32 and re.search(in_fp32, name)):
+                parameter.data = parameter.to(wanted)
+
     def _describe(self, plan: Plan) -> dict[str, str]:
         """The report and the card of what was quantized while it loaded."""
         assert self.source is not None
@@ -223,6 +240,14 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         done = {line.matrix.name: self.records.get(line.matrix.name, {}) for line in plan.lines}
         made = packed_report(self.source, str(self.source.path), plan, identity, done, {}, {})
         return {REPORT: made, CARD: model_card(json.loads(made), self.source.config)}
+
+
+def _of_whole_names(converter: WeightConverter) -> WeightConverter:
+    """The same converter, for names that end where its patterns end."""
+    sources = [rf"{pattern}(?!\w)" for pattern in converter._original_source_patterns]
+    made = WeightConverter(sources, list(converter._original_target_patterns), converter.operations)
+    made.scope_prefix, made.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+    return made
 
 
 class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]
