@@ -119,6 +119,7 @@ ROOMS: dict[str, set[str]] = {
     "quantize/columns": set(),
     "quantize/finetune": {"calibrate", "methods", "plan"},
     "quantize/run": {"budget", "calibrate", "columns", "finetune", "methods", "plan"},
+    "integrations/vllm": set(),
     "kernels/cpu": set(),
     "kernels/gpu": set(),
     "kernels/gpu/device": set(),

@@ -260,6 +260,14 @@ def bind_experts(layer: ExpertsLayer, settings: CpuSettings = EXACT) -> BoundExp
     return BoundExperts(layer, settings)
 
 
+def start_threads() -> int:
+    """Let the CPU engine start its threads now, on the cores of the calling thread; how many a call gets."""
+    if not engine.available():
+        return 0
+    engine.measure_read_bandwidth(torch.zeros(4096, dtype=torch.uint8), repeats=1)
+    return engine.team(None)
+
+
 def missing_triton() -> str | None:
     """Why the GPU kernels cannot be compiled, and the remedy; None where Triton is there and new enough."""
     if importlib.util.find_spec("triton") is None:

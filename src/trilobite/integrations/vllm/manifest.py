@@ -1,0 +1,90 @@
+"""What of a packed checkpoint is packed, by the names that vLLM uses, and what of it vLLM's layers cannot run."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trilobite.checkpoint.source import Source
+from trilobite.errors import CheckpointError
+from trilobite.formats.bitpack import ROWS
+
+SUFFIXES = ("packed", "scale", "lra", "lrb")
+"""Parts of a matrix that vLLM loads, `formats.weight.SUFFIXES` without those of lattice formats."""
+FUSED: Mapping[str, Sequence[str]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Layers of vLLM, and the matrices of checkpoints that each runs together."""
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
+_PACKED = ".weight_packed"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is packed.
+
+    rows: N of every packed matrix that is no expert's, by module path    experts: paths of packed layers of experts
+    """
+
+    rows: Mapping[str, int]
+    experts: frozenset[str]
+
+    def renamed(self, rename: Callable[[str], str | None]) -> "Manifest":
+        """The same by other names. rename: of a tensor, None where it is dropped."""
+        pairs = ((rename(name + _PACKED), n) for name, n in self.rows.items())
+        rows = {name.removesuffix(_PACKED): n for name, n in pairs if name is not None}
+        experts = (rename(f"{path}.0.up_proj{_PACKED}") for path in self.experts)
+        found = (_EXPERT.match(name) for name in experts if name is not None)
+        return Manifest(rows, frozenset(m[1] for m in found if m is not None))
+
+    def rows_of(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> list[int] | None:
+        """N of the matrices that a linear layer of vLLM runs, in its order; None where they are in 16 bit.
+
+        prefix: the layer's path    fused: as FUSED, of this model    Raises CheckpointError where only some are packed.
+        """
+        path, _, leaf = prefix.rpartition(".")
+        parts = {**FUSED, **fused}.get(leaf, (leaf,))
+        names = [f"{path}.{part}".removeprefix(".") for part in parts]
+        packed = [name for name in names if name in self.rows]
+        if not packed:
+            return None
+        if len(packed) < len(names):
+            raise CheckpointError(partly_packed(prefix, packed, names))
+        return [self.rows[name] for name in names]
+
+
+def read_manifest(source: Source) -> Manifest:
+    """The manifest of a checkpoint. Raises CheckpointError for formats that vLLM's layers cannot run."""
+    rows: dict[str, int] = {}
+    experts: set[str] = set()
+    partial = source.rows or {}
+    for name, info in source.tensors.items():
+        if name.endswith(".weight_lattice"):
+            raise CheckpointError(f"{source.path}: {refuse_lattice(name.removesuffix('.weight_lattice'))}")
+        if not name.endswith(_PACKED):
+            continue
+        path = name.removesuffix(_PACKED)
+        if match := _EXPERT.match(path):
+            experts.add(match[1])
+        else:
+            rows[path] = partial.get(f"{path}.weight", ROWS * info.shape[0])
+    return Manifest(rows, frozenset(experts))
+
+
+def refuse_lattice(name: str, bits: int = 3) -> str:
+    """What is said of a matrix in a lattice format."""
+    return (
+        f"{name}: is in a lattice format (QuIP#), which vLLM cannot run: compress the original again with "
+        f"--for vllm and a recipe of integers, for example --recipe super{bits}"
+    )
+
+
+def partly_packed(layer: str, packed: Iterable[str], names: Sequence[str]) -> str:
+    """What is said of matrices that vLLM runs as one, some of which are packed."""
+    rest = sorted(set(names) - set(packed))
+    return (
+        f"{layer}: {' and '.join(n.rpartition('.')[2] for n in rest)} in 16 bit beside packed matrices, which vLLM runs "
+        "as one: compress the original again with --for vllm and a recipe that treats them alike, for example --recipe "
+        "search3"
+    )
