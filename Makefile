@@ -5,6 +5,7 @@
 # make old-transformers   loads and saves models with the oldest transformers that the package takes
 # make load     asks a server for 1,000 texts from 16 clients, some of whom hang up, and compares every answer
 # make architectures   tries every model type with experts that transformers knows, writes docs/architectures.md
+# make ray      lets workers, nodes, the driver and the disk of a small cluster fail 50 times, and compares every byte
 # make fuzz   damages checkpoints in 10,000 ways and looks how each ends
 # make emulate    builds it for ARM and fuzzes it under QEMU (g++-aarch64-linux-gnu, qemu-user)
 VENV ?= .venv
@@ -17,7 +18,7 @@ PROCESSES ?= 2
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test lint format install clean sanitize old-triton old-transformers emulate load fuzz architectures
+.PHONY: demo test lint format install clean sanitize old-triton old-transformers emulate load ray fuzz architectures
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +54,9 @@ old-transformers: install
 
 load: install
 	$(BIN)/python tools/load_server.py --requests 1000 --clients 16
+
+ray: install
+	$(BIN)/python -m tools.faults_ray examples/tiny-moe --faults 50
 
 fuzz: install
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 10000

@@ -9,6 +9,7 @@ config.json is not a checkpoint, for us and for everybody else.
     DST/.partial/journal.jsonl   one line for every finished matrix, appended after its bytes are on disk
     DST/.partial/model-*.safetensors
     DST/.partial/.lock           held by the run that writes
+    DST/.partial/mark            tells processes on other machines that they see this folder
 """
 
 import json
@@ -18,16 +19,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from trilobite.checkpoint.checksums import CHECKSUMS, of_tensors
+from trilobite.checkpoint.checksums import CHECKSUMS
 from trilobite.checkpoint.files import check_regular, explained, locked, write_at, write_whole
-from trilobite.checkpoint.layout import Shard, StoredTensor, Unit, make_shards
-from trilobite.checkpoint.source import DTYPES
+from trilobite.checkpoint.layout import Shard, Unit, make_shards
+from trilobite.checkpoint.places import Place, new_mark, opened
 from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
 
 FORMAT_VERSION = 1
@@ -45,6 +46,7 @@ class PackedWriter:
     """Writes the tensors of a packed checkpoint to their places. Thread safe; a context manager.
 
     done: records of finished units by name, those of earlier runs included
+    places: of all units by name, for processes elsewhere    mark: tells them that they see this folder
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class PackedWriter:
         self._pending: list[dict[str, Any]] = []
         self._committed = time.monotonic()
         self.done: dict[str, dict[str, Any]] = {}
-        self._files: dict[str, int] = {}
+        self._files: dict[Path, int] = {}
         with explained(dst), ExitStack() as lock, ExitStack() as handles:
             _check_free(dst)
             self.work.mkdir(parents=True, exist_ok=True)
@@ -70,12 +72,13 @@ class PackedWriter:
             _claim(dst, identity)
             self.done = _read_journal(self.work / "journal.jsonl", {u.name for u in units})
             self._check_space(units)
-            self._offsets: dict[str, tuple[str, int]] = {}
+            self.places: dict[str, Place] = {}
             for shard in self._shards:
                 self._open(shard, handles)
             self._journal = os.open(self.work / "journal.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
             handles.callback(os.close, self._journal)
             self._journaled = os.fstat(self._journal).st_size
+            self.mark = new_mark(self.work)
             self._claimed, self._handles = lock.pop_all(), handles.pop_all()
 
     def _check_space(self, units: Sequence[Unit]) -> None:
@@ -94,13 +97,15 @@ class PackedWriter:
             path = self.dst / shard.name  # killed while the finished files were moving up
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         handles.callback(os.close, handle)
-        self._files[shard.name] = handle
+        self._files[path] = handle
         if os.fstat(handle).st_size != len(header) + shard.nbytes:
             os.ftruncate(handle, len(header) + shard.nbytes)
-        write_at(handle, memoryview(header), 0)
+        if os.pread(handle, len(header), 0) != header:
+            write_at(handle, memoryview(header), 0)
+            os.fdatasync(handle)
         offset = len(header)
         for unit in shard.units:
-            self._offsets[unit.name] = (shard.name, offset)
+            self.places[unit.name] = Place(file=path, offset=offset, unit=unit)
             offset += unit.nbytes
 
     def __enter__(self) -> "PackedWriter":
@@ -141,34 +146,29 @@ class PackedWriter:
 
         Raises DestinationError when the disk is full; everything committed so far stays.
         """
-        shard, offset = self._offsets[unit.name]
+        place = self.places[unit.name]
         with explained(self.dst), self._busy():
-            data = []
-            for planned, tensor in zip(unit.tensors, tensors, strict=True):
-                _check(planned, tensor)
-                data.append((planned.name, _bytes(tensor)))
-                write_at(self._files[shard], data[-1][1], offset)
-                offset += planned.nbytes
-            sums = of_tensors(unit.name, data)
-            with self._lock:
-                if self._closed:
-                    return
-                row = {"name": unit.name, **record, CHECKSUMS: sums}
-                self._pending.append(row)
-                self.done[unit.name] = row
-                if time.monotonic() - self._committed > COMMIT_SECONDS:
-                    self._commit()
+            sums = place.put(self._files[place.file], place.named(tensors))
+            self._remember({"name": unit.name, **record, CHECKSUMS: sums})
+
+    def remember(self, name: str, record: Mapping[str, Any]) -> None:
+        """Note a unit as finished that another process has put in its place on disk. record: with checksums."""
+        with explained(self.dst), self._busy():
+            self._remember({"name": name, **record})
+
+    def _remember(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._pending.append(row)
+            self.done[row["name"]] = row
+            if time.monotonic() - self._committed > COMMIT_SECONDS:
+                self._commit()
 
     def read(self, unit: Unit) -> list[Tensor]:
         """The tensors of a finished unit, in its order, as they are on disk."""
-        shard, offset = self._offsets[unit.name]
-        tensors = []
         with explained(self.dst), self._busy():
-            for planned in unit.tensors:
-                data = bytearray(os.pread(self._files[shard], planned.nbytes, offset))
-                tensors.append(torch.frombuffer(data, dtype=DTYPES[planned.dtype]).view(planned.shape))
-                offset += planned.nbytes
-        return tensors
+            return self.places[unit.name].read()
 
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
         """Put other values in the place of some tensors, by name, of finished units; they are on disk at the end.
@@ -176,18 +176,11 @@ class PackedWriter:
         Not journaled: a caller that is killed has to be able to do it again.
         """
         with explained(self.dst), self._busy():
-            for shard in self._shards:
-                for unit in shard.units:
-                    offset = self._offsets[unit.name][1]
-                    for planned in unit.tensors:
-                        if (tensor := tensors.get(planned.name)) is not None:
-                            _check(planned, tensor)
-                            data = _bytes(tensor)
-                            write_at(self._files[shard.name], data, offset)
-                            self.done[unit.name][CHECKSUMS] |= of_tensors(unit.name, [(planned.name, data)])
-                        offset += planned.nbytes
-            for handle in self._files.values():
-                os.fdatasync(handle)
+            for path, places in groupby(self.places.values(), lambda place: place.file):
+                with opened(path, os.O_RDWR) as handle:
+                    for place in places:
+                        self.done[place.unit.name][CHECKSUMS] |= place.put(handle, tensors)
+                    os.fdatasync(handle)
 
     def note(self, name: str, data: str | bytes) -> None:
         """Leave a small file for a later run of the same identity, whole or not at all. Raises DestinationError."""
@@ -298,18 +291,6 @@ def _read_journal(path: Path, known: set[str]) -> dict[str, dict[str, Any]]:
         good += len(line)
     os.truncate(path, good)
     return done
-
-
-def _check(planned: StoredTensor, tensor: Tensor) -> None:
-    assert tuple(tensor.shape) == planned.shape, (
-        f"{planned.name}: {tuple(tensor.shape)} is not {planned.shape}"
-    )
-    assert tensor.nbytes == planned.nbytes, f"{planned.name}: {tensor.nbytes} bytes, not {planned.nbytes}"
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
 def as_json(data: Mapping[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from trilobite.cli.budget import (
     chosen_budget,
     print_account,
 )
+from trilobite.cli.cluster import NodesOption, RayOption, WorkersOption, chosen_workers, print_nodes
 from trilobite.cli.console import (
     CompressProgress,
     Progress,
@@ -131,6 +132,9 @@ def compress(
     finetune: FinetuneOption = None,
     keep_unmatched: UnmatchedOption = False,
     revision: RevisionOption = None,
+    ray: RayOption = None,
+    workers: WorkersOption = 0,
+    verbose: NodesOption = False,
     json: JsonOption = False,
 ) -> None:
     """Compress a checkpoint to a new folder.
@@ -177,6 +181,7 @@ def compress(
         memory=memory,
         finetune=finetune,
     )
+    cluster = chosen_workers(ray, workers)
     from trilobite.checkpoint.source import open_source
     from trilobite.quantize.run.compress import compress as run
 
@@ -193,9 +198,11 @@ def compress(
             frequency=frequencies(stats),
             keep_unmatched=keep_unmatched,
             calibration=ground,
-            options=progress.options(jobs, usable_device(device)),
+            options=progress.options(jobs, device if cluster else usable_device(device), cluster),
         )
         tell_state(None)
+    if cluster and verbose:
+        print_nodes(cluster)
     _print_result(dst, result, json)
 
 

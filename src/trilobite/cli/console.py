@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trilobite.quantize.plan.plan import Plan, PlanLine
+    from trilobite.quantize.run.executor import Workers
     from trilobite.quantize.run.options import Options
 
 WIDTH = 160
@@ -158,7 +159,7 @@ class CompressProgress:
         self.work = self.work_done = 0
         self.error = ""
 
-    def options(self, jobs: int, device: str) -> "Options":
+    def options(self, jobs: int, device: str, workers: "Workers | None" = None) -> "Options":
         """How to run, with this object looking on."""
         from trilobite.quantize.run.options import Options
         from trilobite.quantize.watcher import Watcher
@@ -169,6 +170,7 @@ class CompressProgress:
             on_plan=self.on_plan,
             on_line=self.on_line,
             watcher=Watcher(progress=self.progress.show, note=note),
+            workers=workers,
         )
 
     def on_plan(self, plan: "Plan") -> None:

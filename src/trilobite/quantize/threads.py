@@ -33,17 +33,18 @@ def thread_pool(jobs: int, name: str) -> Iterator[ThreadPoolExecutor]:
 
 
 def results(
-    pool: ThreadPoolExecutor, pieces: Iterable[Piece[T]], *, jobs: int, budget: float = math.inf
+    pool: ThreadPoolExecutor, pieces: Iterable[Piece[T]], *, jobs: Callable[[], int], budget: float = math.inf
 ) -> Iterator[T]:
-    """Results as they come, of pieces that begin in order, at most `jobs` at a time, within a budget of bytes.
+    """Results as they come, of pieces that begin in order, within a budget of bytes.
 
+    jobs: how many at a time, asked again whenever one has ended
     A piece above the budget runs alone. Pieces are taken from the iterable no sooner than they can begin.
     """
     waiting = iter(pieces)
     held: Piece[T] | None = None
     running: dict[Future[T], int] = {}
     while True:
-        while len(running) < jobs:
+        while len(running) < jobs():
             held = held or next(waiting, None)
             if held is None or (running and sum(running.values()) + held.cost > budget):
                 break

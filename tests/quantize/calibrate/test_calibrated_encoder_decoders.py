@@ -23,7 +23,7 @@ from trilobite.quantize.calibrate import routed as calibration_experts
 from trilobite.quantize.calibrate.pairs import draw
 from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.calibrate.windows import Calibration
-from trilobite.quantize.run import lines as work_module
+from trilobite.quantize.run import executor as work_module
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import Role, load_recipe
 from trilobite.runtime.load import load

@@ -41,7 +41,7 @@ from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.calibrate.watch import Watch, same_inputs
 from trilobite.quantize.calibrate.windows import Calibration, draw_windows
 from trilobite.quantize.plan.report import scarce
-from trilobite.quantize.run import lines as work_module
+from trilobite.quantize.run import executor as work_module
 from trilobite.quantize.run.compress import compress
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import BODY_ROLES, HEAD_RULE, PRESETS, Recipe, Role, load_recipe, needs_calibration

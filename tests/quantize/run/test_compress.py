@@ -205,7 +205,7 @@ def test_a_run_is_not_continued_on_another_device(
     finished: Path, mixtral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The native quantizer is that of the CPU, on a GPU PyTorch rounds."""
-    monkeypatch.setattr("trilobite.quantize.run.compress.pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("trilobite.quantize.run.options.pick_device", lambda _: torch.device("cuda"))
     with pytest.raises(DestinationError, match="differs in its version"):
         run(mixtral, finished)
     source = open_source(str(mixtral))

@@ -40,7 +40,7 @@ def test_results_within_the_bounds(jobs: int, budget: int) -> None:
     crowd, costs = Crowd(jobs if budget == 100 else 0), [5, 3, 9, 1, 1, 1, 1, 40, 2, 6]
     with thread_pool(jobs, "test") as pool:
         pieces = (crowd.piece(i, cost) for i, cost in enumerate(costs))
-        found = list(results(pool, pieces, jobs=jobs, budget=budget))
+        found = list(results(pool, pieces, jobs=lambda: jobs, budget=budget))
     assert sorted(found) == list(range(len(costs)))
     assert crowd.most <= jobs
     assert crowd.dearest <= max(budget, 40)  # what is above the budget runs alone
@@ -60,14 +60,14 @@ def test_pieces_are_taken_when_they_can_begin() -> None:
             yield Piece(call=lambda i=i: i)  # type: ignore[misc]
 
     with thread_pool(2, "test") as pool:
-        for done, _ in enumerate(results(pool, pieces(), jobs=2), 1):
+        for done, _ in enumerate(results(pool, pieces(), jobs=lambda: 2), 1):
             assert taken <= done + 2
     assert taken == 9
 
 
 def test_nothing_to_do() -> None:
     with thread_pool(2, "test") as pool:
-        assert list(results(pool, iter([]), jobs=2)) == []
+        assert list(results(pool, iter([]), jobs=lambda: 2)) == []
 
 
 def test_a_failure_waits_for_nobody() -> None:
@@ -84,7 +84,7 @@ def test_a_failure_waits_for_nobody() -> None:
     started = time.monotonic()
     try:
         with pytest.raises(ZeroDivisionError), thread_pool(2, "test") as pool:
-            list(results(pool, (Piece(call=call) for call in calls), jobs=2))
+            list(results(pool, (Piece(call=call) for call in calls), jobs=lambda: 2))
         assert time.monotonic() - started < 10
     finally:
         release.set()

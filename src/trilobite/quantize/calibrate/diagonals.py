@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # brings transformers along
 class Diagonals:
     """Receives the diagonals of Hessians, [K] fp32 each, and gives them back by matrix."""
 
+    copies = 5
+
     def __init__(self) -> None:
         """Nothing yet."""
         self._found: dict[str, tuple[Tensor, dict[str, Any]]] = {}
@@ -30,6 +32,10 @@ class Diagonals:
     def block(self, index: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
         """They are small: all stay in memory."""
         return nullcontext()
+
+    def slots(self, jobs: int) -> int:
+        """One a thread."""
+        return jobs
 
     def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
         """Keep what some lines share. hessian: [K] fp32."""

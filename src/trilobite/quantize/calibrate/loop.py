@@ -10,7 +10,7 @@ taken from what entered the experts' module, and sent through its gate and up pr
 """
 
 import ctypes
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ Seen = dict[str, Tensor]
 """What entered linears, [T, K]."""
 RoutedTokens = dict[str, tuple[Tensor, Tensor]]
 """What entered modules of experts, [T, H], and the experts of each token, [T, A]."""
-Pieces = tuple[Iterable[Piece[Records]], int]
+Pieces = tuple[Iterable[Piece[Records]], Callable[[], int]]
 """Lines to be packed or kept, Hessian by Hessian, and how many Hessians may be in work at a time."""
 
 
@@ -113,7 +113,7 @@ class Loop:
         # One pass both watches a block and moves on, unless the outputs of another block are wanted: of the packed
         # one, whose codes need the Hessians first, or unless training needs the inputs once more.
         advance = original and self.trainer is None
-        with thread_pool(self.jobs, "calibrate") as self._pool:
+        with thread_pool(max(self.jobs, self._slots()), "calibrate") as self._pool:
             self._passed, self._passes = 0, (last + 1) * (1 if advance else 2) * len(self._batches())
             self._moved(0)
             for i, block in enumerate(model.blocks[: last + 1]):
@@ -157,7 +157,7 @@ class Loop:
         routed = {path: Routed(self.model, path, self._room, self.kind) for path in experts}
         with Watch(self.model, list(linears), list(experts)) as watch:
             sums, leaders = self._watched(block, watch, routed, advance=advance)
-        yield self._of_linears(linears, sums, leaders), self.jobs
+        yield self._of_linears(linears, sums, leaders), self._slots
         del sums  # before the experts' Hessians come
         for path, of_path in experts.items():
             module = routed[path]
@@ -165,7 +165,7 @@ class Loop:
             pieces = (
                 Piece(call=partial(self._of_expert, module, e, of_e)) for e, of_e in sorted(of_path.items())
             )
-            yield pieces, module.parallel(self.jobs, self.calibration.memory)
+            yield pieces, partial(self._parallel, module)
 
     def _watched(
         self, block: str, watch: Watch, routed: Mapping[str, Routed], *, advance: bool
@@ -219,6 +219,14 @@ class Loop:
                 hessian = shrink(seen.mean() if seen else None, None, part, k, self.kind)
             yield Piece(call=partial(self.receiver.take, lines, hessian, hessian_note(tokens, part)))
 
+    def _slots(self) -> int:
+        """Hessians in work at a time."""
+        return self.receiver.slots(self.jobs)
+
+    def _parallel(self, module: Routed) -> int:
+        """Experts in work at a time, whose Hessians are large together."""
+        return module.parallel(self._slots(), self.receiver.copies, self.calibration.memory)
+
     def _of_expert(self, module: Routed, expert: int, lines: Sequence[PlanLine]) -> Records:
         """Called by threads: experts are as many as the layer has, and a Hessian of each would not fit."""
         records: Records = []
@@ -235,7 +243,10 @@ class Loop:
             total.add(self._head_input(rows))
         with naming(lines[0].matrix.name):
             hessian = total.mean()
-        yield [Piece(call=partial(self.receiver.take, lines, hessian, hessian_note(total.tokens, 1)))], 1
+        yield (
+            [Piece(call=partial(self.receiver.take, lines, hessian, hessian_note(total.tokens, 1)))],
+            self._slots,
+        )
         model.drop("")
 
     def _head_input(self, rows: slice) -> Tensor:

@@ -26,6 +26,13 @@ class Receiver(Protocol):
     def block(self, index: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
         """Entered around the work on a block's lines; None is what is outside of the blocks."""
 
+    @property
+    def copies(self) -> int:
+        """Of a Hessian that this machine holds while it is taken, those to factor it included."""
+
+    def slots(self, jobs: int) -> int:
+        """Hessians that are taken at a time. jobs: threads of this process that compute"""
+
     def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
         """The Hessian that some lines share, [K, K] fp32, and what to note of it. Called by threads."""
 

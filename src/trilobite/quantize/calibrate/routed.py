@@ -93,10 +93,9 @@ class Routed:
         if "mid" in sums:
             sums["mid"].add(intermediate(self.experts, expert, x))
 
-    def parallel(self, jobs: int, memory: int) -> int:
-        """Experts in work at a time: their Hessians, each with the four copies of factoring it, fit half the bound."""
-        each = 5 * 4 * self._widest**2
-        return max(1, min(jobs, memory // 2 // each))
+    def parallel(self, slots: int, copies: int, memory: int) -> int:
+        """Experts in work at a time: so many copies of their Hessians fit half the bound."""
+        return max(1, min(slots, memory // 2 // (copies * 4 * self._widest**2)))
 
     def hessians(
         self, expert: int, lines: Sequence[PlanLine]

@@ -40,6 +40,9 @@ ENTRY = 320
 class HessianStore:
     """A folder of Hessians: receives them from a run of the model, and gives them back. Thread safe."""
 
+    copies = 5
+    """As many as packing needs, so that both walk through a block alike."""
+
     def __init__(self, folder: Path, *, source: str, calibration: Mapping[str, Any] | None) -> None:
         """Open a folder, or begin one.
 
@@ -130,6 +133,10 @@ class HessianStore:
         taken = {entry.get("file") for entry in self._manifest["matrices"].values()}
         names = (f"{stem}{end}.safetensors" for end in chain([""], (f"-{i}" for i in count(1))))
         return self.folder / next(name for name in names if name not in taken)
+
+    def slots(self, jobs: int) -> int:
+        """One a thread."""
+        return jobs
 
     def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
         """Keep the Hessian that some lines share. hessian: [K, K] fp32."""

@@ -5,7 +5,8 @@ which computes what the original does.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,16 @@ class RescaledWeights:
             if m.name != m.source and (m.name in self._reads or m.name in self._writes):
                 self._cuts.setdefault(m.source, []).append(m)
         self._found: dict[str, Tensor] = {}
-        self._locks = {s.name: threading.Lock() for s in streams}
+        self._locks = _locks(streams)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the locks, for another process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_locks"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Arrived in another process."""
+        self.__dict__.update(state)
+        self._locks = _locks(stream for stream, _ in self._reads.values())
 
     def apply(self, name: str, w: Tensor) -> Tensor:
         """A matrix by its name, or a whole tensor by its name on disk, rescaled; itself where nothing scales it.
@@ -80,6 +90,10 @@ class RescaledWeights:
                     scales = torch.where(rounded != 0, rounded / wide, 1.0)
                 self._found[stream.name] = scales
             return self._found[stream.name]
+
+
+def _locks(streams: Iterable[Stream]) -> dict[str, threading.Lock]:
+    return {s.name: threading.Lock() for s in streams}
 
 
 def _spread(scales: Tensor, port: Port) -> Tensor:

@@ -3,10 +3,13 @@
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from trilobite.checkpoint.layout import Unit
 from trilobite.checkpoint.packed import PARTIAL, REPORT, TIMES, PackedWriter, as_json
@@ -19,10 +22,11 @@ from trilobite.quantize.columns.choose import with_column_scales
 from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.plan.plan import Plan, PlanLine, make_plan
 from trilobite.quantize.run.card import CARD, is_ours, model_card
+from trilobite.quantize.run.executor import Executor, Spread, Threads
 from trilobite.quantize.run.identity import finished_ranks, keep_ranks, kept_ranks, run_identity
 from trilobite.quantize.run.lines import Work
 from trilobite.quantize.run.metadata import packed_config, packed_report, times_json
-from trilobite.quantize.run.options import Options, pick_device
+from trilobite.quantize.run.options import Options
 from trilobite.quantize.run.planned import kept_plan, plan_within
 from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import Recipe, load_recipe, needs_calibration
@@ -91,7 +95,9 @@ def compress(
     """
     src, dst, options = str(src), Path(dst), options or Options()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    device = pick_device(options.device)
+    device = options.pick_device()
+    if options.workers:  # theirs is another working directory
+        src, dst = str(Path(src).absolute()) if Path(src).exists() else src, dst.absolute()
     started = time.monotonic()
     source, planned = open_source(src), None
     options.watcher.progress("read", 0, 1)
@@ -138,21 +144,33 @@ def compress(
         calibrator and not calibrator.measured
     ):  # before anything is written: not every model can be run block by block
         calibrator.build(source, [line.matrix for line in plan.lines], device)
-    units = {line.matrix.name: _unit(line) for line in plan.lines}
-    with PackedWriter(dst, list(units.values()), identity) as writer:
+    with PackedWriter(dst, [_unit(line) for line in plan.lines], identity) as writer:
         keep_ranks(writer, plan)
-        work = Work(
-            source=source,
-            plan=plan,
-            writer=writer,
-            units=units,
-            options=options,
-            device=device,
-            tuned=TunedStore(writer.work, writer.note),
-        )
-        fresh = _pack(work, calibrator)
+        with _executor(source, plan, writer, device, options) as executor:
+            work = Work(
+                source=source,
+                plan=plan,
+                writer=writer,
+                executor=executor,
+                options=options,
+                device=device,
+                tuned=TunedStore(writer.work, writer.note),
+            )
+            fresh = _pack(work, calibrator)
         _finish(work, src, identity)
     return Result(plan=plan, records=writer.done, seconds=time.monotonic() - started, fresh=fresh)
+
+
+@contextmanager
+def _executor(
+    source: Source, plan: Plan, writer: PackedWriter, device: torch.device, options: Options
+) -> Iterator[Executor]:
+    """Workers where there are any, else threads."""
+    if options.workers is None:
+        yield Threads(source, plan, writer, device, options.threads(device))
+        return
+    with options.workers as workers:
+        yield Spread(workers, source, plan, writer)
 
 
 def _finish(work: Work, src: str, identity: Mapping[str, Any]) -> None:

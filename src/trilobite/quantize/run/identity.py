@@ -32,19 +32,24 @@ def run_identity(
 
     calibration: the identity of one, for recipes that need it    planner: the account of how the recipe was found
     """
-    kernels = f"kernels {cpu_quantize.tier()}" if device.type == "cpu" else f"torch on {device.type}"
-    code = f"trilobite {trilobite.__version__}, format {FORMAT_VERSION} with rows and checksums"
     identity: dict[str, Any] = {
         "source": source.fingerprint(),
         "recipe": recipe.to_dict(),
         "frequency": _digest(frequency),
-        "version": f"{code}, torch {torch.__version__}, {kernels}",
+        "version": code_version(device),
     }
     if calibration is not None:
         identity["calibration"] = calibration
     if planner is not None:
         identity["planner"] = planner
     return identity
+
+
+def code_version(device: torch.device) -> str:
+    """The code that rounds, as it runs in this process."""
+    kernels = f"kernels {cpu_quantize.tier()}" if device.type == "cpu" else f"torch on {device.type}"
+    code = f"trilobite {trilobite.__version__}, format {FORMAT_VERSION} with rows and checksums"
+    return f"{code}, torch {torch.__version__}, {kernels}"
 
 
 def _digest(frequency: Mapping[str, Sequence[int]] | None) -> str:

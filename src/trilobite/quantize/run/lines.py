@@ -2,24 +2,23 @@
 
 import hashlib
 import re
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trilobite.checkpoint.layout import Unit
 from trilobite.checkpoint.packed import PackedWriter
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.formats.padding import fill_up
 from trilobite.formats.weight import PackedWeight, dequantize, with_real_signs
 from trilobite.quantize.calibrate.diagonals import Diagonals
-from trilobite.quantize.calibrate.protocols import Record, Records
+from trilobite.quantize.calibrate.protocols import Records
 from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.methods.bands import check_finite
@@ -34,6 +33,7 @@ from trilobite.recipe import LatticeFormat, Recipe
 
 if TYPE_CHECKING:  # brings transformers along
     from trilobite.quantize.calibrate.model import BlockModel
+    from trilobite.quantize.run.executor import Executor
 
 SLACK = 400 * 2**20
 """Memory for matrices in work beyond twice the largest one; the rest of the promised gigabyte is Python and torch."""
@@ -45,6 +45,9 @@ other where they hold none."""
 NTH_EXPERT = 8
 """Of these the residual rank is noted: experts are alike in it, and it takes a tenth of the time of rounding."""
 
+MOST_TASKS = 1024
+"""Threads that wait for tasks at most; there are no more than tasks in work."""
+
 KnownHessian = tuple[Tensor, Mapping[str, Any]]
 """The Hessian of a matrix's inputs, [K, K] fp32 or its diagonal [K], and what the report says of it."""
 
@@ -53,46 +56,52 @@ KnownHessian = tuple[Tensor, Mapping[str, Any]]
 class Work:
     """One run: where weights come from, what becomes of them and where they go; takes Hessians (calibrate/protocols).
 
-    units: by matrix, of all lines    tuned: what fine-tuning found
+    executor: packs lines    tuned: what fine-tuning found
     """
 
     source: Source
     plan: Plan
     writer: PackedWriter
-    units: Mapping[str, Unit]
+    executor: "Executor"
     options: Options
     device: torch.device
     tuned: TunedStore
 
     @property
     def jobs(self) -> int:
-        """Matrices in work at a time."""
+        """Threads of this process that compute."""
         return self.options.threads(self.device)
 
     def run(self, lines: Sequence[PlanLine], hessians: HessianStore | Diagonals | None = None) -> None:
         """Finish lines, as many at a time as the memory bound allows. hessians: of all of them, where they have any."""
 
-        def finish(line: PlanLine) -> tuple[PlanLine, Record]:
-            known = None if hessians is None else hessians.get(line.matrix.name, line.matrix.shape[1])
-            return line, self.finish(line, known)
+        def finish(part: Sequence[PlanLine]) -> Records:
+            m = part[0].matrix
+            return self.executor.pack(part, None if hessians is None else hessians.get(m.name, m.shape[1]))
 
-        pieces = (Piece(call=partial(finish, line), cost=_memory(line, self.source)) for line in lines)
-        with single_threaded_torch(), thread_pool(self.jobs, "quantize") as pool:
-            for line, record in results(pool, pieces, jobs=self.jobs, budget=_budget(self.plan)):
+        parts = self.executor.portions(lines) if hessians is None else ([line] for line in lines)
+        pieces = (
+            Piece(call=partial(finish, part), cost=max(memory_of(line, self.source) for line in part))
+            for part in parts
+        )
+        with single_threaded_torch(), thread_pool(MOST_TASKS, "quantize") as pool:
+            found = results(pool, pieces, jobs=self.executor.slots, budget=self.executor.budget)
+            for line, record in chain.from_iterable(found):
                 self.done(line, record)
-
-    def finish(self, line: PlanLine, known: KnownHessian | None = None) -> Record:
-        """Quantize a line and write it; returns its record. Called by threads."""
-        started = time.monotonic()
-        tensors, record = pack_line(self.source, line, self.plan.recipe, self.device, known)
-        record["seconds"] = round(time.monotonic() - started, 3)
-        self.writer.write(self.units[line.matrix.name], tensors, record)
-        return record
 
     def done(self, line: PlanLine, record: Mapping[str, Any], *, fresh: bool = True) -> None:
         """A line is done, by this run (fresh) or by an earlier one: tell who looks on. Called by the main thread."""
         if self.options.on_line:
             self.options.on_line(line, record, fresh)
+
+    @property
+    def copies(self) -> int:
+        """Of a Hessian in work, on this machine."""
+        return self.executor.copies
+
+    def slots(self, jobs: int) -> int:
+        """Hessians in work at a time, wherever that is."""
+        return self.executor.slots()
 
     def block(self, index: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
         """Lines are written one by one."""
@@ -100,14 +109,15 @@ class Work:
 
     def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
         """Quantize and write the lines that share a Hessian."""
-        return [(line, self.finish(line, (hessian, note))) for line in lines]
+        return self.executor.pack(lines, (hessian, note))
 
     def unseen(self, lines: Sequence[PlanLine]) -> None:
         """Quantize what the model never runs: no input is as good as any other."""
         for line in lines:
             k = line.matrix.shape[1]
             hessian = torch.ones(k) if line.importance else torch.eye(k)
-            self.done(line, self.finish(line, (hessian, {"tokens": 0})))
+            for done in self.executor.pack([line], (hessian, {"tokens": 0})):
+                self.done(*done)
 
     @torch.no_grad()
     def put(self, model: "BlockModel", index: int) -> None:
@@ -124,7 +134,7 @@ class Work:
 
     def stored(self, line: PlanLine) -> list[Tensor]:
         """The tensors of a finished line, tuned where they are."""
-        written = self.writer.read(self.units[line.matrix.name])
+        written = self.writer.read(self.writer.places[line.matrix.name].unit)
         return [self.tuned.get(t.name, data) for t, data in zip(line.stored, written, strict=True)]
 
 
@@ -220,7 +230,7 @@ def _seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
 
 
-def _memory(line: PlanLine, source: Source) -> int:
+def memory_of(line: PlanLine, source: Source) -> int:
     """Bytes that a line in work holds: the mapped source, the working copy of MiLo, the result, the bands."""
     numel = torch.Size(line.matrix.shape).numel()
     mapped = numel * max(1, DTYPES[source.tensors[line.matrix.source].dtype].itemsize)
@@ -235,6 +245,7 @@ def _memory(line: PlanLine, source: Source) -> int:
     return mapped + low_rank + rotated + converted + against + line.nbytes + 32 * 2**20
 
 
-def _budget(plan: Plan) -> int:
+def memory_budget(plan: Plan) -> int:
+    """Bytes that lines in work may hold together on one machine."""
     largest = max(torch.Size(line.matrix.shape).numel() for line in plan.lines)
     return 2 * 4 * largest + SLACK
