@@ -26,8 +26,7 @@ import torch
 
 from trilobite.errors import MissingExtraError, ResourceError, SettingError, TrilobiteError, one_line
 from trilobite.quantize.calibrate.protocols import Record
-from trilobite.quantize.run.executor import Job, Task, do_task
-from trilobite.quantize.run.lines import MOST_TASKS
+from trilobite.quantize.run.executor import MOST_TASKS, Job, Task, do_task
 from trilobite.quantize.run.options import usable_cores
 
 LOCAL, AUTO = "local", "auto"

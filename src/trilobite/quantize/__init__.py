@@ -1,7 +1,8 @@
 """Make packed weights: one matrix in, one packed weight out; and the run that does so for a whole checkpoint.
 
 run/         compress: from a checkpoint to a packed one      options: how      identity: what it may continue
-             lines: read, quantize, write, side by side       calibrated: those that need Hessians
+             work: lines side by side    executor: by whom    lines: read and quantize one
+             calibrated: those that need Hessians
              planned: from a budget to a recipe    sensitivity    metadata: what it leaves
 methods/     registry: METHODS[name](w, fmt, hessian=…, compensation=…) -> Quantized
              bands: of rows, by rtn, search or hqq    ldlq: lattice codes    gptq: feedback    hessian: what counts
@@ -16,5 +17,5 @@ calibrate/   windows: the text, cut    model, weights: the original model, block
 finetune/    train    part: a block as a function of what is trained    store
 
 Follow a Hessian: the text (calibrate/windows) -> the model's inputs, summed (calibrate/loop; of experts: routed) ->
-lines that share it (run/lines) -> codes (methods/gptq, methods/ldlq).
+lines that share it (run/work) -> codes (methods/gptq, methods/ldlq).
 """

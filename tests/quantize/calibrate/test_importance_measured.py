@@ -1,6 +1,6 @@
 """What enters each column, measured on a text of ours or of the user's; runs that are cut off; refusals."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 import trilobite
 from trilobite.checkpoint.packed import PackedWriter, read_report
 from trilobite.errors import CalibrationError, RecipeError
+from trilobite.quantize.calibrate.protocols import Records
 from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.plan.plan import PlanLine
 from trilobite.quantize.run.compress import compress
-from trilobite.quantize.run.lines import Work
+from trilobite.quantize.run.executor import Threads
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import Recipe, load_recipe
 
@@ -57,14 +58,14 @@ def test_importance_is_the_diagonal_of_the_hessian(
     monkeypatch.setattr("trilobite.quantize.methods.hessian.ENOUGH", 1e-9)
     monkeypatch.setattr("trilobite.quantize.methods.hessian.DIAGONAL_ENOUGH", 1e-9)
     seen: dict[str, Tensor] = {}
-    finish = Work.finish
+    pack = Threads.pack
 
-    def spy(self: Work, line: PlanLine, known: Any = None) -> Mapping[str, Any]:
+    def spy(self: Threads, lines: Sequence[PlanLine], known: Any = None) -> Records:
         if known is not None:
-            seen[line.matrix.name] = known[0]
-        return finish(self, line, known)
+            seen.update((line.matrix.name, known[0]) for line in lines)
+        return pack(self, lines, known)
 
-    monkeypatch.setattr(Work, "finish", spy)
+    monkeypatch.setattr(Threads, "pack", spy)
     ground = calibration(text, propagate="original")
     compress(str(mixtral), tmp_path / "a", weighed(importance="text"), calibration=ground, options=SERIAL)
     diagonals = dict(seen)

@@ -21,7 +21,7 @@ from trilobite.quantize.calibrate.windows import FINETUNES, PROPAGATIONS, Calibr
 from trilobite.quantize.finetune.train import BATCH, Tuner, make_course
 from trilobite.quantize.methods.hessian import DiagonalSum, HessianSum
 from trilobite.quantize.plan.plan import PlanLine
-from trilobite.quantize.run.lines import Work
+from trilobite.quantize.run.work import Work
 from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import LatticeFormat, Recipe, needs_calibration
 

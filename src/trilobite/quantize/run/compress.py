@@ -24,10 +24,10 @@ from trilobite.quantize.plan.plan import Plan, PlanLine, make_plan
 from trilobite.quantize.run.card import CARD, is_ours, model_card
 from trilobite.quantize.run.executor import Executor, Spread, Threads
 from trilobite.quantize.run.identity import finished_ranks, keep_ranks, kept_ranks, run_identity
-from trilobite.quantize.run.lines import Work
 from trilobite.quantize.run.metadata import packed_config, packed_report, times_json
 from trilobite.quantize.run.options import Options
 from trilobite.quantize.run.planned import kept_plan, plan_within
+from trilobite.quantize.run.work import Work
 from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import Recipe, load_recipe, needs_calibration
 

@@ -27,6 +27,8 @@ from trilobite.quantize.run.lines import KnownHessian, memory_budget, memory_of,
 from trilobite.quantize.threads import single_threaded_torch
 from trilobite.recipe import Recipe
 
+MOST_TASKS = 1024
+"""Threads that wait for tasks at most; there are no more than tasks in work."""
 PORTION = 64 * 2**20
 """Bytes of weights that a worker is asked for at a time, unless one matrix has more: seconds of its time."""
 SHARES = 2

@@ -1,39 +1,27 @@
-"""Lines of a plan: read a matrix, quantize it as its line says, measure what came out, write it; many side by side."""
+"""A line of a plan: read a matrix, quantize it as the line says, measure what came out."""
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trilobite.checkpoint.packed import PackedWriter
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import DTYPES, Source
 from trilobite.formats.padding import fill_up
 from trilobite.formats.weight import PackedWeight, dequantize, with_real_signs
-from trilobite.quantize.calibrate.diagonals import Diagonals
-from trilobite.quantize.calibrate.protocols import Records
-from trilobite.quantize.calibrate.store import HessianStore
-from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.methods.bands import check_finite
 from trilobite.quantize.methods.quantized import Compensation
 from trilobite.quantize.methods.registry import METHODS
 from trilobite.quantize.naming import naming
-from trilobite.quantize.plan.plan import Plan, PlanLine, decoded
+from trilobite.quantize.plan.plan import Plan, PlanLine
 from trilobite.quantize.plan.statistics import sampled_kurtosis, sampled_residual_share
-from trilobite.quantize.run.options import Options
-from trilobite.quantize.threads import Piece, results, single_threaded_torch, thread_pool
 from trilobite.recipe import LatticeFormat, Recipe
 
 if TYPE_CHECKING:  # brings transformers along
-    from trilobite.quantize.calibrate.model import BlockModel
-    from trilobite.quantize.run.executor import Executor
+    pass
 
 SLACK = 400 * 2**20
 """Memory for matrices in work beyond twice the largest one; the rest of the promised gigabyte is Python and torch."""
@@ -45,97 +33,8 @@ other where they hold none."""
 NTH_EXPERT = 8
 """Of these the residual rank is noted: experts are alike in it, and it takes a tenth of the time of rounding."""
 
-MOST_TASKS = 1024
-"""Threads that wait for tasks at most; there are no more than tasks in work."""
-
 KnownHessian = tuple[Tensor, Mapping[str, Any]]
 """The Hessian of a matrix's inputs, [K, K] fp32 or its diagonal [K], and what the report says of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """One run: where weights come from, what becomes of them and where they go; takes Hessians (calibrate/protocols).
-
-    executor: packs lines    tuned: what fine-tuning found
-    """
-
-    source: Source
-    plan: Plan
-    writer: PackedWriter
-    executor: "Executor"
-    options: Options
-    device: torch.device
-    tuned: TunedStore
-
-    @property
-    def jobs(self) -> int:
-        """Threads of this process that compute."""
-        return self.options.threads(self.device)
-
-    def run(self, lines: Sequence[PlanLine], hessians: HessianStore | Diagonals | None = None) -> None:
-        """Finish lines, as many at a time as the memory bound allows. hessians: of all of them, where they have any."""
-
-        def finish(part: Sequence[PlanLine]) -> Records:
-            m = part[0].matrix
-            return self.executor.pack(part, None if hessians is None else hessians.get(m.name, m.shape[1]))
-
-        parts = self.executor.portions(lines) if hessians is None else ([line] for line in lines)
-        pieces = (
-            Piece(call=partial(finish, part), cost=max(memory_of(line, self.source) for line in part))
-            for part in parts
-        )
-        with single_threaded_torch(), thread_pool(MOST_TASKS, "quantize") as pool:
-            found = results(pool, pieces, jobs=self.executor.slots, budget=self.executor.budget)
-            for line, record in chain.from_iterable(found):
-                self.done(line, record)
-
-    def done(self, line: PlanLine, record: Mapping[str, Any], *, fresh: bool = True) -> None:
-        """A line is done, by this run (fresh) or by an earlier one: tell who looks on. Called by the main thread."""
-        if self.options.on_line:
-            self.options.on_line(line, record, fresh)
-
-    @property
-    def copies(self) -> int:
-        """Of a Hessian in work, on this machine."""
-        return self.executor.copies
-
-    def slots(self, jobs: int) -> int:
-        """Hessians in work at a time, wherever that is."""
-        return self.executor.slots()
-
-    def block(self, index: int | None, lines: Sequence[PlanLine]) -> AbstractContextManager[None]:
-        """Lines are written one by one."""
-        return nullcontext()
-
-    def take(self, lines: Sequence[PlanLine], hessian: Tensor, note: Mapping[str, Any]) -> Records:
-        """Quantize and write the lines that share a Hessian."""
-        return self.executor.pack(lines, (hessian, note))
-
-    def unseen(self, lines: Sequence[PlanLine]) -> None:
-        """Quantize what the model never runs: no input is as good as any other."""
-        for line in lines:
-            k = line.matrix.shape[1]
-            hessian = torch.ones(k) if line.importance else torch.eye(k)
-            for done in self.executor.pack([line], (hessian, {"tokens": 0})):
-                self.done(*done)
-
-    @torch.no_grad()
-    def put(self, model: "BlockModel", index: int) -> None:
-        """Give a loaded block the values that it has when packed: quantized matrices decoded, and what is tuned."""
-        own = model.parameters(model.blocks[index])
-        for line in self.plan.lines:
-            name = line.matrix.name
-            if line.format and name in self.writer.done:
-                place = model.place(line.matrix)
-                if place is not None and model.block_of(place) == index:
-                    model.put(place, decoded(line, self.stored(line), self.device))
-            elif line.format is None and name in self.tuned and (kept := model.parameter(line.matrix)) in own:
-                own[kept].copy_(self.tuned[name])
-
-    def stored(self, line: PlanLine) -> list[Tensor]:
-        """The tensors of a finished line, tuned where they are."""
-        written = self.writer.read(self.writer.places[line.matrix.name].unit)
-        return [self.tuned.get(t.name, data) for t, data in zip(line.stored, written, strict=True)]
 
 
 def pack_line(
