@@ -90,6 +90,10 @@ int trilobite_quantize(const trilobite_quantize_args *args) {
 int trilobite_abi(void) { return TRILOBITE_ABI; }
 const char *trilobite_error(void) { return last_error(); }
 const char *trilobite_tier(void) { return tier().name; }
+const char *trilobite_better_tier(void) {
+  static thread_local std::string why;
+  return guarded([&] { return why = better_tier(), true; }) ? "" : why.c_str();
+}
 int trilobite_set_tier(const char *name) { return choose_tier(name) ? 0 : -1; }
 int64_t trilobite_max_threads(void) { return max_threads(); }
 double trilobite_read_seconds(const void *data, int64_t bytes, int64_t threads) {

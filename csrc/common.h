@@ -19,12 +19,16 @@ constexpr int UNIT_BANDS = UNIT / ROWS;
 constexpr int SPAN = 256;     // columns of a row under one super-scale
 constexpr int TOKENS = 16;    // tokens that are laid out together
 constexpr int LR_GROUP = 64;  // values of a compensator factor that share a scale
+constexpr int WHOLE = -1;     // parts: none, fp32
 constexpr int SLACK = 2048;   // bytes readable past prepared activations: whole tiles are loaded at the end
 
 // How codes are read: 2, 3, 4 or 8 bits of an affine format, or a stage of a lattice format (formats/lattice.py).
 constexpr int E8P = 16, E8 = 17;
-// SUPER + 2, 3 or 4 bits: an affine format under super-scales (formats/superscale.py); SUPER + 8: what its codes count.
+// SUPER + 2, 3 or 4 bits: an affine format under super-scales (formats/superscale.py).
 constexpr int SUPER = 32;
+
+// How a product for many tokens wants codes: as bytes, or as numbers (kernel/panel.h).
+enum class Form { BYTES, PAIRS, SINGLES };
 
 // The transform T x = H (s * x) / sqrt(n) of one side of a lattice matrix; cores and orders: trilobite_rotation.
 struct Rotation {
@@ -61,8 +65,9 @@ struct Matrix {
 // the most significant last. Products with codes are then exact in int32, on every tier.
 //   q      [block][segment][digit][token of the block][column of the segment] int8
 //   scale  [block][segment][token]
-// Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for tiles that multiply those.
+// Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for instructions that multiply those; or, `whole`, as it is.
 //   q      [block][32 columns][part][token of the block][column; in every four, the middle two are swapped] bfloat16
+//   q      [block][32 columns][token of the block][column] fp32
 // Both:
 //   sum    [block][segment][token]: the segment's sum of x
 struct Digits {
@@ -70,8 +75,9 @@ struct Digits {
   float *scale, *sum;
   int64_t k, segments;
   int count, seg, digits, parts;
+  bool whole;
 
-  int element_bytes() const { return parts ? 2 * parts : digits; }
+  int element_bytes() const { return whole ? 4 : parts ? 2 * parts : digits; }
   int blocks() const { return (count + TOKENS - 1) / TOKENS; }
   int rows(int block) const { return count - block * TOKENS < TOKENS ? count - block * TOKENS : TOKENS; }
   int8_t *q_block(int block) const { return q + (int64_t)block * TOKENS * k * element_bytes(); }
@@ -81,10 +87,14 @@ struct Digits {
   uint16_t *part(int block, int64_t chunk, int i, int row) const {
     return (uint16_t *)q_block(block) + ((chunk * parts + i) * rows(block) + row) * BLOCK;
   }
+  // fp32 of 32 columns of one token.
+  float *floats(int block, int64_t chunk, int row) const {
+    return (float *)q_block(block) + (chunk * rows(block) + row) * BLOCK;
+  }
   // The tokens of up to `most` blocks from `block`.
   Digits blocks_from(int block, int most) const {
     const int rest = count - block * TOKENS, n = rest < most * TOKENS ? rest : most * TOKENS;
-    return {q_block(block), scale_block(block), sum_block(block), k, segments, n, seg, digits, parts};
+    return {q_block(block), scale_block(block), sum_block(block), k, segments, n, seg, digits, parts, whole};
   }
 };
 
@@ -93,8 +103,8 @@ struct Tier {
   const char *name;
   // Bytes of thread-local scratch that `rows` may use.
   size_t scratch_bytes;
-  // bfloat16 parts in which `rows` wants `count` tokens that came as `dtype`, or 0 for digits. Results of an activation
-  // function are fp32; they are kept to 16 bits more than `dtype` has.
+  // bfloat16 parts in which `rows` wants `count` tokens that came as `dtype`, WHOLE for fp32, or 0 for digits. Results of
+  // an activation function are fp32; they are kept to 16 bits more than `dtype` has.
   int (*parts)(int count, int dtype, int digits, bool intermediate);
   // Rows `index[i]` (or i when index is NULL) of x [.., k] -> tokens of one block of d.
   void (*quantize_block)(const void *x, int dtype, const int32_t *index, const Digits &d, int block);

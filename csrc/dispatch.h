@@ -1,5 +1,7 @@
 #ifndef TRILOBITE_DISPATCH_H
 #define TRILOBITE_DISPATCH_H
+#include <string>
+
 #include "common.h"
 
 namespace trilobite {
@@ -9,6 +11,9 @@ const Tier &tier();
 
 // Choose the best tier up to `cap` (NULL: any). False for an unknown name.
 bool choose_tier(const char *cap);
+
+// Why it is not the next better one: what this machine lacks, or that it is capped; empty where there is no better one.
+std::string better_tier();
 
 }  // namespace trilobite
 #endif

@@ -155,7 +155,8 @@ double difference(const std::vector<float> &a, const std::vector<float> &b) {
   return sqrt(d / n);
 }
 
-constexpr const char *TIERS[] = {"scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx"};
+constexpr const char *TIERS[] = {"scalar",      "neon",        "avx2",        "avx_vnni", "avx512",
+                                 "avx512_vnni", "avx512_gfni", "avx512_bf16", "amx"};
 
 // Runs call(out) on every tier; all must return the same code and, where it is 0, the same numbers.
 template <typename Call> bool agree(const char *what, int64_t size, double tolerance, Call call) {

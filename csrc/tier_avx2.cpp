@@ -1,30 +1,7 @@
 // AVX2, FMA, F16C and BMI2.
 #include <immintrin.h>
-#include <math.h>
-#include <string.h>
 
-#include "common.h"
-#include "quantize.h"
-
-namespace trilobite {
-namespace {  // every tier has its own copy, compiled with its own flags
-#include "kernel/convert.h"
-#include "kernel/spread.h"
-#include "kernel/isa_avx2.h"
-#include "kernel/decode.h"
-#include "kernel/digits.h"
-#include "kernel/rows.h"
-constexpr auto rows_tier = rows_few;
-#include "kernel/low_rank.h"
-#include "kernel/activation.h"
-#include "kernel/probe.h"
-#include "kernel/quantize.h"
-#include "kernel/quantize_super.h"
-#include "kernel/hadamard.h"
-}  // namespace
-
-extern const Tier tier_avx2;
-const Tier tier_avx2 = {"avx2",     0,          no_parts,   quantize_block, quantize_columns,
-                        rows_few,   low_rank_v, low_rank_u, activate,       store_floats,
-                        read_bytes, spin_dots,  rotate,     quantize_tile,  quantize_span};
-}  // namespace trilobite
+#define TRILOBITE_ISA "kernel/isa_avx2.h"
+#define TRILOBITE_TIER_NAME "avx2"
+#define TRILOBITE_TIER tier_avx2
+#include "tier_vectors.h"

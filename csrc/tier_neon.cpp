@@ -1,29 +1,7 @@
 // ARM: NEON with dot products.
 #include <arm_neon.h>
-#include <math.h>
-#include <string.h>
 
-#include "common.h"
-#include "quantize.h"
-
-namespace trilobite {
-namespace {  // every tier has its own copy, compiled with its own flags
-#include "kernel/convert.h"
-#include "kernel/isa_neon.h"
-#include "kernel/decode.h"
-#include "kernel/digits.h"
-#include "kernel/rows.h"
-constexpr auto rows_tier = rows_few;
-#include "kernel/low_rank.h"
-#include "kernel/activation.h"
-#include "kernel/probe.h"
-#include "kernel/quantize.h"
-#include "kernel/quantize_super.h"
-#include "kernel/hadamard.h"
-}  // namespace
-
-extern const Tier tier_neon;
-const Tier tier_neon = {"neon",     0,          no_parts,   quantize_block, quantize_columns,
-                        rows_few,   low_rank_v, low_rank_u, activate,       store_floats,
-                        read_bytes, spin_dots,  rotate,     quantize_tile,  quantize_span};
-}  // namespace trilobite
+#define TRILOBITE_ISA "kernel/isa_neon.h"
+#define TRILOBITE_TIER_NAME "neon"
+#define TRILOBITE_TIER tier_neon
+#include "tier_vectors.h"

@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 8
+#define TRILOBITE_ABI 9
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -98,8 +98,12 @@ TRILOBITE_API int trilobite_experts(const trilobite_experts_args *args);
 // The last error of the calling thread, one line.
 TRILOBITE_API const char *trilobite_error(void);
 
-// Name of the tier in use ("scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx"); TRILOBITE_ISA caps it.
+// Name of the tier in use ("scalar", "neon", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16",
+// "amx"); TRILOBITE_ISA caps it.
 TRILOBITE_API const char *trilobite_tier(void);
+
+// Why it is not the next better one, a line that is valid until the calling thread asks again; or "".
+TRILOBITE_API const char *trilobite_better_tier(void);
 
 // Choose the best tier not above `name` that this machine has; NULL = no cap. Returns -1 for an unknown name.
 TRILOBITE_API int trilobite_set_tier(const char *name);

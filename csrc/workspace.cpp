@@ -34,7 +34,8 @@ void *Workspace::bytes(int64_t size) {
 Digits Workspace::digits(int64_t count, int64_t k, int seg, int digits, int parts) {
   Digits d{};
   if (seg < BLOCK) parts = 0;  // they come in whole blocks of columns
-  d.k = k, d.segments = k / seg, d.count = (int)count, d.seg = seg, d.digits = digits, d.parts = parts;
+  d.k = k, d.segments = k / seg, d.count = (int)count, d.seg = seg, d.digits = digits;
+  d.whole = parts == WHOLE, d.parts = d.whole ? 1 : parts;
   const int64_t q = count * k * d.element_bytes(), s = count * d.segments;
   d.q = get<int8_t>(q + SLACK);
   d.scale = get<float>(s + TOKENS);

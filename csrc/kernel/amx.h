@@ -6,11 +6,9 @@
 // segment has an activation scale of its own, so C leaves its tile more often.
 
 constexpr int PANEL = 512;  // columns decoded at a time: 16 KiB of codes, which stay in the first-level cache
-// Bytes ahead, into the second-level cache: the first-level one is full of the panel and its activations.
-constexpr int PANEL_PREFETCH = 6144;
 constexpr int MAX_STRETCHES = PANEL / BLOCK;
-constexpr int TOKENS_A_PASS = 256;  // tokens per decoded panel: what belongs to them stays in the second-level cache
-constexpr int PARTS_FROM = 6;       // tokens; in exact mode the digits of fewer fit one tile
+constexpr int TOKENS_A_PANEL = 256;  // what belongs to them stays in the second-level cache
+constexpr int PARTS_FROM = 6;        // tokens; in exact mode the digits of fewer fit one tile
 
 struct alignas(64) Panel {
   uint8_t codes[PANEL * ROWS * 2];
@@ -45,49 +43,8 @@ static int parts_amx(int count, int dtype, int digits, bool intermediate) {
   return dtype == TRILOBITE_F16 || intermediate ? 2 : 1;
 }
 
-// bfloat16 of 0 .. 31.
-alignas(64) static const uint16_t WHOLE_NUMBERS[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                                       0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-                                                       0x4180, 0x4188, 0x4190, 0x4198, 0x41a0, 0x41a8, 0x41b0, 0x41b8,
-                                                       0x41c0, 0x41c8, 0x41d0, 0x41d8, 0x41e0, 0x41e8, 0x41f0, 0x41f8};
-
-// Codes of one step [16 rows][4 columns] -> two lines of bfloat16, columns 0 and 2, then 1 and 3: the bytes of a dword
-// that one permutation, or one shift, spreads to 16 bits. Activations have their columns in this order, too.
-template <int BITS> static inline void store_bf16(uint8_t *out, __m512i codes, __m512i table) {
-  if (code_bits(BITS) < 8) {
-    // The index is the low five bits of each word: column 0 or 2, then 1 or 3. Codes have at most four.
-    Isa::store(out, _mm512_permutexvar_epi16(codes, table));
-    Isa::store(out + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
-    return;
-  }
-  const __m512i low = _mm512_set1_epi32(255);
-  __m512i f[4];
-  for (int i = 0; i < 4; i++)
-    f[i] = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(codes, 8 * i), low)));
-  Isa::store(out, _mm512_or_si512(_mm512_srli_epi32(f[0], 16), f[2]));
-  Isa::store(out + 64, _mm512_or_si512(_mm512_srli_epi32(f[1], 16), f[3]));
-}
-
-// Columns [at, at + width) of a tile.
-template <int BITS> static inline void decode_stretch(const Matrix &m, const uint8_t *tile, int at, int width, bool bf16,
-                                                      uint8_t *out) {
-  const uint8_t *codes = tile + at / BLOCK * planes<BITS>(m) * 64;
-  [[maybe_unused]] Sub sub;
-  if constexpr (has_sub(BITS)) sub = read_sub<BITS>(m, tile + m.code_bytes);
-  const __m512i table = _mm512_loadu_si512(WHOLE_NUMBERS);
-  for (int b = 0; b < width; b += BLOCK, codes += planes<BITS>(m) * 64) {
-    for (int j = 0; j < planes<BITS>(m); j++) __builtin_prefetch(codes + PANEL_PREFETCH + 64 * j, 0, 2);
-    Isa::Bytes c[8];
-    decode<BITS>(codes, planes<BITS>(m), c);
-    if constexpr (has_sub(BITS)) scale_codes<8>(sub, m.sub, at + b, c);
-    UNROLL for (int j = 0; j < 8; j++) {
-      if (bf16) store_bf16<BITS>(out + (b * ROWS + 64 * j) * 2, c[j], table);
-      else Isa::store(out + b * ROWS + 64 * j, c[j]);
-    }
-  }
-}
-
-static void decode_panel(const Matrix &m, int64_t band, int64_t first, int columns, int longest, bool bf16, Panel *p) {
+template <bool BF16>
+static void decode_panel(const Matrix &m, int64_t band, int64_t first, int columns, int longest, Panel *p) {
   p->count = 0;
   for (int at = 0, width; at < columns; at += width) {
     const int64_t column = first + at, group = column / m.group;
@@ -99,18 +56,7 @@ static void decode_panel(const Matrix &m, int64_t band, int64_t first, int colum
     Isa::store(p->scale[p->count], w.scale);
     Isa::store(p->offset[p->count], w.offset);
     p->first[p->count] = at, p->width[p->count] = width, p->count++;
-    uint8_t *out = p->codes + at * ROWS * (bf16 ? 2 : 1);
-    switch (m.kind) {
-      case E8P: decode_stretch<E8P>(m, tile, into, width, bf16, out); break;
-      case E8: decode_stretch<E8>(m, tile, into, width, bf16, out); break;
-      case 2: decode_stretch<2>(m, tile, into, width, bf16, out); break;
-      case 3: decode_stretch<3>(m, tile, into, width, bf16, out); break;
-      case 4: decode_stretch<4>(m, tile, into, width, bf16, out); break;
-      case SUPER + 2: decode_stretch<SUPER + 2>(m, tile, into, width, bf16, out); break;
-      case SUPER + 3: decode_stretch<SUPER + 3>(m, tile, into, width, bf16, out); break;
-      case SUPER + 4: decode_stretch<SUPER + 4>(m, tile, into, width, bf16, out); break;
-      default: decode_stretch<8>(m, tile, into, width, bf16, out);
-    }
+    decode_columns<BF16 ? Form::PAIRS : Form::BYTES, 0>(m, tile, into, width, p->codes + at * ROWS * (BF16 ? 2 : 1));
   }
 }
 
@@ -196,12 +142,12 @@ static void blocks_panel(Panel *p, const Digits &x, int from, int to, int n, int
 }
 
 static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *scratch) {
-  if (x.seg < BLOCK) return rows_few(m, band, bands, x, out, ld, scratch);  // a quarter of a tile's depth
+  if (x.seg < BLOCK) return rows_few(m, band, bands, x, out, ld);  // a quarter of a tile's depth
   auto *p = (Panel *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
   if (fit_tile(x)) return rows_amx_few(m, band, bands, x, out, ld, (Ring *)p);
-  if (x.parts == 0 && x.count <= 2) return rows_few(m, band, bands, x, out, ld, scratch);
+  if (x.parts == 0 && x.count <= 2) return rows_few(m, band, bands, x, out, ld);
   const bool bf16 = x.parts > 0;
-  constexpr int BLOCKS = TOKENS_A_PASS / TOKENS;
+  constexpr int BLOCKS = TOKENS_A_PANEL / TOKENS;
   for (int from = 0; from < x.blocks(); from += BLOCKS) {
     const int to = from + BLOCKS < x.blocks() ? from + BLOCKS : x.blocks();
     // As many accumulators as there are tokens: a block's loops are unrolled, and lines of zeros cost as much as others.
@@ -212,9 +158,13 @@ static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, 
       const int columns = m.k - column < PANEL ? (int)(m.k - column) : PANEL;
       for (int b = 0; b < bands; b++) {
         const bool add = m.add || column > 0;
-        decode_panel(m, band + b, column, columns, bf16 ? PANEL : x.seg, bf16, p);
-        if (bf16) blocks_panel<true>(p, x, from, to, n, column, add, out + b * ROWS, ld);
-        else blocks_panel<false>(p, x, from, to, n, column, add, out + b * ROWS, ld);
+        if (bf16) {
+          decode_panel<true>(m, band + b, column, columns, PANEL, p);
+          blocks_panel<true>(p, x, from, to, n, column, add, out + b * ROWS, ld);
+        } else {
+          decode_panel<false>(m, band + b, column, columns, x.seg, p);
+          blocks_panel<false>(p, x, from, to, n, column, add, out + b * ROWS, ld);
+        }
       }
     }
   }

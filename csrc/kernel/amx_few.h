@@ -67,6 +67,7 @@ template <int D> static inline Isa::Floats combine_rows(const uint8_t *c, int ro
 
 template <int BITS, int D, int N, int NB>
 static void bands_digits(const Matrix &m, int64_t band, const Digits &x, Ring *r, float *out, int64_t ld) {
+  constexpr int FAR = PREFETCH / STREAMS;
   const int rows = x.count, seg = x.seg, per_group = m.group / seg;
   const int64_t stride = m.groups * m.tile_bytes, line = (int64_t)D * rows * seg;
   const uint8_t *first = m.packed + band * stride;
@@ -78,7 +79,7 @@ static void bands_digits(const Matrix &m, int64_t band, const Digits &x, Ring *r
   int into = 0;
   auto decode_next = [&](int64_t s) {
     // At the end of its band a stream goes on with the next band that nobody reads yet.
-    const int64_t at = next - first, ahead = at + PREFETCH < stride ? PREFETCH : PREFETCH + (NB - 1) * stride;
+    const int64_t at = next - first, ahead = at + FAR < stride ? FAR : FAR + (NB - 1) * stride;
     for (int n = 0; n < NB; n++) decode_segment<BITS>(m, next + n * stride, into, seg, ahead, r->codes[n][s % SLOTS]);
     if ((into += seg) == m.group) into = 0, next += m.tile_bytes;
   };

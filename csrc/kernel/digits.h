@@ -31,12 +31,15 @@ static inline float split_int8(const float *x, int n, uint32_t top, int8_t *q, i
   return largest * (1 / 127.0f);
 }
 
-// One segment of one token as bfloat16 parts: each part rounds what the parts before it left.
+// One segment of one token as it is, or as bfloat16 parts: each part rounds what the parts before it left.
 static inline void split_parts(const float *x, const Digits &d, int block, int64_t s, int row) {
   float rest[64], sum = 0;
-  memcpy(rest, x, d.seg * sizeof(float));
   for (int i = 0; i < d.seg; i++) sum += x[i];
   d.sum_block(block)[s * d.rows(block) + row] = sum;
+  for (int c = 0; d.whole && c < d.seg; c += BLOCK)
+    memcpy(d.floats(block, (s * d.seg + c) / BLOCK, row), x + c, BLOCK * sizeof(float));
+  if (d.whole) return;
+  memcpy(rest, x, d.seg * sizeof(float));
   for (int part = 0; part < d.parts; part++)
     for (int c = 0; c < d.seg; c += BLOCK) {
       uint16_t h[BLOCK], *out = d.part(block, (s * d.seg + c) / BLOCK, part, row);

@@ -1,7 +1,15 @@
-// AVX2: a register of the layout is two ymm, rows 0-7 and rows 8-15. No VNNI: byte products go through int16 pairs.
+// AVX2: a register of the layout is two ymm, rows 0-7 and rows 8-15. Byte products go through int16 pairs, or with VNNI
+// where the translation unit is compiled for it.
 #define UNROLL _Pragma("GCC unroll 8")
 struct Isa {
   static constexpr int TOKENS_AT_ONCE = 2;
+  // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
+  static constexpr int MANY = 3, BANDS_AT_ONCE = 1, SUMS = 6;
+#ifdef __AVXVNNI__
+  static constexpr Form FORM = Form::BYTES;
+#else
+  static constexpr Form FORM = Form::SINGLES;
+#endif
   struct Bytes { __m256i a, b; };
   struct Ints { __m256i a, b; };
   struct Floats { __m256 a, b; };
@@ -51,23 +59,31 @@ struct Isa {
   static Bytes times(Bytes x, Bytes y) { return {_mm256_mullo_epi16(x.a, y.a), _mm256_mullo_epi16(x.b, y.b)}; }
 
   static Ints zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  template <int BITS> static Ints dot(Ints acc, Bytes c, const int8_t *x) {
+  // Four digits, for every lane.
+  static __m256i quad(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
-    const __m256i v = _mm256_set1_epi32(four);
+    return _mm256_set1_epi32(four);
+  }
+  static __m256i quad_once(const int8_t *x) { return quad(x); }
+  // acc[row] += sum of 4 codes of the row times 4 digits.
+  template <int BITS> static Ints dot(Ints acc, Bytes c, __m256i v) {
     return {dot1<BITS>(acc.a, c.a, v), dot1<BITS>(acc.b, c.b, v)};
   }
-  // The same for what codes under super-scales count, which are less by COUNT_BIAS: with signs the sums of two products
-  // fit int16.
-  static constexpr int COUNT_BIAS = 127;
-  static Ints dot_counts(Ints acc, Bytes c, const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    const __m256i v = _mm256_set1_epi32(four);
+  // The same for what codes under super-scales count, which are less by COUNT_BIAS.
+#ifdef __AVXVNNI__
+  static constexpr bool ANY_BYTE = true;
+  static constexpr int COUNT_BIAS = 0;
+  static Ints dot_counts(Ints acc, Bytes c, __m256i v) { return dot<8>(acc, c, v); }
+#else
+  static constexpr bool ANY_BYTE = false;
+  static constexpr int COUNT_BIAS = 127;  // with signs the sums of two products fit int16
+  static Ints dot_counts(Ints acc, Bytes c, __m256i v) {
     const __m256i size = _mm256_abs_epi8(v);  // a digit may be -128, whose sign no byte can turn
     return {_mm256_add_epi32(acc.a, pairs(size, _mm256_sign_epi8(c.a, v))),
             _mm256_add_epi32(acc.b, pairs(size, _mm256_sign_epi8(c.b, v)))};
   }
+#endif
   static Ints shl8_add(Ints h, Ints l) {
     return {_mm256_add_epi32(_mm256_slli_epi32(h.a, 8), l.a), _mm256_add_epi32(_mm256_slli_epi32(h.b, 8), l.b)};
   }
@@ -82,6 +98,12 @@ struct Isa {
   static Floats fma(Floats x, Floats y, Floats z) {
     return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
   }
+  // acc[row] += code * x, in the form of codes for many tokens.
+  static Floats dot_part(Floats acc, Floats codes, Floats x) { return fma(codes, x, acc); }
+  // Byte J of each lane, with a sign or without.
+  template <int J, bool SIGNS = false> static Floats from_byte(Bytes v) {
+    return {_mm256_cvtepi32_ps(byte<J, SIGNS>(v.a)), _mm256_cvtepi32_ps(byte<J, SIGNS>(v.b))};
+  }
   static Floats from_half(const uint8_t *p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
@@ -92,14 +114,24 @@ struct Isa {
   }
 
  private:
+  template <int J, bool SIGNS> static __m256i byte(__m256i v) {
+    if (SIGNS) return _mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * J), 24);
+    return _mm256_and_si256(_mm256_srli_epi32(v, 8 * J), _mm256_set1_epi32(255));
+  }
   static __m256i pairs(__m256i c, __m256i x) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(c, x), _mm256_set1_epi16(1));
   }
   // Codes of up to 4 bits cannot saturate an int16 pair; 8-bit codes go nibble by nibble.
   template <int BITS> static __m256i dot1(__m256i acc, __m256i c, __m256i x) {
+#ifdef __AVXVNNI__
+    // GCC 12 copies and spills the sums around its own intrinsic.
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(c), "x"(x));
+    return acc;
+#else
     if (BITS < 8) return _mm256_add_epi32(acc, pairs(c, x));
     const __m256i m = _mm256_set1_epi8(15);
     const __m256i high = pairs(_mm256_and_si256(_mm256_srli_epi16(c, 4), m), x);
     return _mm256_add_epi32(_mm256_add_epi32(acc, pairs(_mm256_and_si256(c, m), x)), _mm256_slli_epi32(high, 4));
+#endif
   }
 };

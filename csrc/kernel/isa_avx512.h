@@ -3,6 +3,18 @@
 #define UNROLL16 _Pragma("GCC unroll 16")
 struct Isa {
   static constexpr int TOKENS_AT_ONCE = 4;
+  // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
+  static constexpr int BANDS_AT_ONCE = 4, SUMS = 24;
+#if defined(__AVX512BF16__)
+  static constexpr int MANY = 6;
+  static constexpr Form FORM = Form::PAIRS;
+#elif defined(__AVX512VNNI__)
+  static constexpr int MANY = 6;
+  static constexpr Form FORM = Form::BYTES;
+#else
+  static constexpr int MANY = 4;
+  static constexpr Form FORM = Form::SINGLES;
+#endif
   using Bytes = __m512i;
   using Ints = __m512i;
   using Floats = __m512;
@@ -44,12 +56,30 @@ struct Isa {
   static Bytes times(Bytes a, Bytes b) { return _mm512_mullo_epi16(a, b); }
 
   static Ints zero() { return _mm512_setzero_si512(); }
-  template <int BITS> static Ints dot(Ints acc, Bytes c, const int8_t *x) {
+  // Four digits, for every lane.
+  static Bytes quad(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
-    const __m512i v = _mm512_set1_epi32(four);
+    return _mm512_set1_epi32(four);
+  }
 #ifdef __AVX512VNNI__
-    return _mm512_dpbusd_epi32(acc, c, v);
+  // For one use: the instruction reads them from memory, which saves a register.
+  struct Near { const int8_t *x; };
+  static Near quad_once(const int8_t *x) { return {x}; }
+  template <int BITS> static Ints dot(Ints acc, Bytes c, Near v) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(c), "m"(*(const int8_t (*)[4])v.x));
+    return acc;
+  }
+  static Ints dot_counts(Ints acc, Bytes c, Near v) { return dot<8>(acc, c, v); }
+#else
+  static Bytes quad_once(const int8_t *x) { return quad(x); }
+#endif
+  // acc[row] += sum of 4 codes of the row times 4 digits.
+  template <int BITS> static Ints dot(Ints acc, Bytes c, Bytes v) {
+#ifdef __AVX512VNNI__
+    // GCC 12 copies and spills the sums around its own intrinsic.
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(c), "v"(v));
+    return acc;
 #else
     if (BITS < 8) return _mm512_add_epi32(acc, pairs(c, v));  // cannot saturate int16
     const __m512i m = _mm512_set1_epi8(15);
@@ -59,14 +89,13 @@ struct Isa {
   }
   // The same for what codes under super-scales count, which are less by COUNT_BIAS.
 #ifdef __AVX512VNNI__
+  static constexpr bool ANY_BYTE = true;
   static constexpr int COUNT_BIAS = 0;
-  static Ints dot_counts(Ints acc, Bytes c, const int8_t *x) { return dot<8>(acc, c, x); }
+  static Ints dot_counts(Ints acc, Bytes c, Bytes v) { return dot<8>(acc, c, v); }
 #else
+  static constexpr bool ANY_BYTE = false;
   static constexpr int COUNT_BIAS = 127;  // with signs the sums of two products fit int16
-  static Ints dot_counts(Ints acc, Bytes c, const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    const __m512i v = _mm512_set1_epi32(four);
+  static Ints dot_counts(Ints acc, Bytes c, Bytes v) {
     // A digit may be -128, whose sign no byte can turn.
     const __m512i turned = _mm512_mask_sub_epi8(c, _mm512_movepi8_mask(v), _mm512_setzero_si512(), c);
     return _mm512_add_epi32(acc, pairs(_mm512_abs_epi8(v), turned));
@@ -79,6 +108,19 @@ struct Isa {
   static Floats set1(float x) { return _mm512_set1_ps(x); }
   static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  // acc[row] += code * x, in the form of codes for many tokens.
+  static Floats dot_part(Floats acc, Floats codes, Floats x) {
+#ifdef __AVX512BF16__
+    return _mm512_dpbf16_ps(acc, (__m512bh)codes, (__m512bh)x);
+#else
+    return fma(codes, x, acc);
+#endif
+  }
+  // Byte J of each lane, with a sign or without.
+  template <int J, bool SIGNS = false> static Floats from_byte(Bytes v) {
+    if (SIGNS) return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * J), 24));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(v, 8 * J), _mm512_set1_epi32(255)));
+  }
   static Floats from_half(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
   static Floats from_u8(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));

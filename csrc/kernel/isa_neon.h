@@ -2,6 +2,9 @@
 #define UNROLL _Pragma("GCC unroll 8")
 struct Isa {
   static constexpr int TOKENS_AT_ONCE = 2;
+  // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
+  static constexpr int MANY = 3, BANDS_AT_ONCE = 1, SUMS = 6;
+  static constexpr Form FORM = Form::BYTES;
   static constexpr int PARTS = 4;
   struct Bytes { uint8x16_t v[PARTS]; };
   struct Ints { int32x4_t v[PARTS]; };
@@ -62,11 +65,15 @@ struct Isa {
   static Ints zero() {
     return each<Ints>([](int) { return vdupq_n_s32(0); });
   }
-  // acc[row] += sum of 4 codes of the row times x[0..3]
-  template <int BITS> static Ints dot(const Ints &acc, const Bytes &c, const int8_t *x) {
+  // Four digits, for every lane.
+  static int8x16_t quad(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
-    const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    return vreinterpretq_s8_s32(vdupq_n_s32(four));
+  }
+  static int8x16_t quad_once(const int8_t *x) { return quad(x); }
+  // acc[row] += sum of 4 codes of the row times 4 digits.
+  template <int BITS> static Ints dot(const Ints &acc, const Bytes &c, int8x16_t v) {
     return each<Ints>([&](int i) {
       if (BITS < 8) return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(c.v[i]), v);
       // The instruction takes signed bytes: the highest bit of a code goes on its own.
@@ -76,11 +83,9 @@ struct Isa {
     });
   }
   // The same for what codes under super-scales count, which are less by COUNT_BIAS: the instruction takes signed bytes.
+  static constexpr bool ANY_BYTE = false;
   static constexpr int COUNT_BIAS = 127;
-  static Ints dot_counts(const Ints &acc, const Bytes &c, const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
+  static Ints dot_counts(const Ints &acc, const Bytes &c, int8x16_t v) {
     return each<Ints>([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(c.v[i]), v); });
   }
   static Ints shl8_add(const Ints &high, const Ints &low) {

@@ -2,6 +2,9 @@
 #define UNROLL
 struct Isa {
   static constexpr int TOKENS_AT_ONCE = 1;
+  // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
+  static constexpr int MANY = 3, BANDS_AT_ONCE = 1, SUMS = 3;
+  static constexpr Form FORM = Form::BYTES;
   struct Bytes { uint8_t v[64]; };
   struct Ints { int32_t v[ROWS]; };
   struct Floats { float v[ROWS]; };
@@ -59,13 +62,17 @@ struct Isa {
   }
 
   static Ints zero() { return Ints{}; }
-  // acc[row] += sum of 4 codes of the row times x[0..3]
+  // Four digits.
+  static const int8_t *quad(const int8_t *x) { return x; }
+  static const int8_t *quad_once(const int8_t *x) { return quad(x); }
+  // acc[row] += sum of 4 codes of the row times 4 digits.
   template <int BITS> static Ints dot(Ints acc, const Bytes &c, const int8_t *x) {
     for (int i = 0; i < ROWS; i++)
       acc.v[i] += c.v[4 * i] * x[0] + c.v[4 * i + 1] * x[1] + c.v[4 * i + 2] * x[2] + c.v[4 * i + 3] * x[3];
     return acc;
   }
   // The same for what codes under super-scales count, which are less by COUNT_BIAS.
+  static constexpr bool ANY_BYTE = true;
   static constexpr int COUNT_BIAS = 0;
   static Ints dot_counts(Ints acc, const Bytes &c, const int8_t *x) { return dot<8>(acc, c, x); }
   static Ints shl8_add(Ints high, const Ints &low) {

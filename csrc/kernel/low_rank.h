@@ -64,6 +64,9 @@ static Matrix expand_v(const Matrix &m, int64_t rank, int seg, uint8_t *scratch)
 // The values [k] that prepared activations of one token stand for.
 static void restore(const Digits &x, int token, float *out) {
   const int block = token / TOKENS, row = token % TOKENS, rows = x.rows(block);
+  for (int64_t c = 0; x.whole && c < x.k / BLOCK; c++)
+    memcpy(out + c * BLOCK, x.floats(block, c, row), BLOCK * sizeof(float));
+  if (x.whole) return;
   if (x.parts) {
     constexpr int ORDER[4] = {0, 2, 1, 3};
     for (int64_t c = 0; c < x.k / BLOCK; c++)

@@ -4,8 +4,8 @@
 //     y += scale * (x_scale * sum(code * digit)) + offset * sum(x)
 // once per 16 rows. Lanes are rows, so there are no horizontal sums.
 
-// Bytes ahead in every stream, into the first-level cache. Four streams at a time read a fifth faster than one.
-constexpr int PREFETCH = 2048;
+// Bytes ahead, of all streams together, into the first-level cache. Four at a time read a fifth faster than one.
+constexpr int PREFETCH = 8192;
 
 template <int D> static inline Isa::Floats combine(const Isa::Ints a[D]) {
   if (D == 1) return Isa::to_float(a[0]);
@@ -18,6 +18,7 @@ template <int D> static inline Isa::Floats combine(const Isa::Ints a[D]) {
 // decoded at a time: a block, or half of one, where segments are as short.
 template <int BITS, int D, int NT, int NB, int STEPS>
 static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int block, int first, float *out, int64_t ld) {
+  constexpr int FAR = PREFETCH / NB;
   const int rows = x.rows(block), seg = x.seg, per_group = m.group / seg;
   const int64_t digit = (int64_t)rows * seg, stride = m.groups * m.tile_bytes;
   const int8_t *q = x.q_block(block) + (int64_t)first * seg;
@@ -31,7 +32,7 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
     [[maybe_unused]] Sub sub[NB];
     const uint8_t *codes = tile;
     // At the end of its band a stream goes on with the next band that nobody reads yet.
-    const int64_t ahead = g * m.tile_bytes + PREFETCH < stride ? PREFETCH : PREFETCH + (NB - 1) * stride;
+    const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
     for (int n = 0; n < NB; n++) {
       const uint8_t *meta = tile + n * stride + m.code_bytes;
       __builtin_prefetch(meta + ahead, 0, 3);
@@ -54,8 +55,8 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
             UNROLL for (int t = 0; t < NT; t++) {
               UNROLL for (int d = 0; d < D; d++) {
                 const int8_t *four = q + d * digit + t * seg + b + 4 * step;
-                if constexpr (BITS >= SUPER) a[n][t][d] = Isa::dot_counts(a[n][t][d], c[step], four);
-                else a[n][t][d] = Isa::dot<code_bits(BITS)>(a[n][t][d], c[step], four);
+                if constexpr (BITS >= SUPER) a[n][t][d] = Isa::dot_counts(a[n][t][d], c[step], Isa::quad_once(four));
+                else a[n][t][d] = Isa::dot<code_bits(BITS)>(a[n][t][d], c[step], Isa::quad_once(four));
               }
             }
           }
@@ -107,12 +108,11 @@ static void bands_bits(const Matrix &m, int64_t band, int bands, const Digits &x
     case SUPER + 2: return bands_few<SUPER + 2, D, STEPS>(m, band, bands, x, out, ld);
     case SUPER + 3: return bands_few<SUPER + 3, D, STEPS>(m, band, bands, x, out, ld);
     case SUPER + 4: return bands_few<SUPER + 4, D, STEPS>(m, band, bands, x, out, ld);
-    case SUPER + 8: return bands_few<SUPER + 8, D, STEPS>(m, band, bands, x, out, ld);
     default: return bands_few<8, D, STEPS>(m, band, bands, x, out, ld);
   }
 }
 
-static void rows_stored(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   if (x.seg < BLOCK) {
     if (x.digits == 1) bands_bits<1, 4>(m, band, bands, x, out, ld);
     else bands_bits<3, 4>(m, band, bands, x, out, ld);
@@ -123,42 +123,4 @@ static void rows_stored(const Matrix &m, int64_t band, int bands, const Digits &
   }
 }
 
-// A band under super-scales as one of 8 bits, a group a tile; tokens enough to be worth it share what its codes count.
-template <int KIND> static void expand_codes(const Matrix &m, int64_t band, uint8_t *out) {
-  const uint8_t *tile = m.packed + band * m.groups * m.tile_bytes;
-  for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
-    const Sub sub = read_sub<KIND>(m, tile + m.code_bytes);
-    const Affine w = read_affine(m, tile, band, g);
-    for (int at = 0; at < m.group; at += BLOCK, out += BLOCK * ROWS) {
-      const uint8_t *codes = tile + at / BLOCK * planes<KIND>(m) * 64;
-      for (int i = 0; i < planes<KIND>(m); i++) __builtin_prefetch(codes + PREFETCH + 64 * i, 0, 3);
-      Isa::Bytes c[8];
-      decode<KIND>(codes, planes<KIND>(m), c);
-      scale_codes<8>(sub, m.sub, at, c);
-      UNROLL for (int i = 0; i < 8; i++) Isa::store(out + 64 * i, c[i]);
-    }
-    Isa::store((float *)out, w.scale);
-    Isa::store((float *)out + ROWS, w.offset);
-    out += 2 * ROWS * sizeof(float);
-  }
-}
-
-static void rows_expanded(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld,
-                          uint8_t *scratch) {
-  Matrix v = m;
-  v.packed = scratch, v.bits = 8, v.kind = SUPER + 8, v.sub = 0, v.bands = 1, v.wide = true;
-  v.code_bytes = m.group * ROWS, v.tile_bytes = v.code_bytes + 2 * ROWS * (int64_t)sizeof(float);
-  for (int b = 0; b < bands; b++) {
-    if (m.kind == SUPER + 2) expand_codes<SUPER + 2>(m, band + b, scratch);
-    else if (m.kind == SUPER + 3) expand_codes<SUPER + 3>(m, band + b, scratch);
-    else expand_codes<SUPER + 4>(m, band + b, scratch);
-    rows_stored(v, 0, 1, x, out + b * ROWS, ld);
-  }
-}
-
 [[maybe_unused]] static int no_parts(int, int, int, bool) { return 0; }
-
-static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *scratch) {
-  if (m.sub && x.count > Isa::TOKENS_AT_ONCE) rows_expanded(m, band, bands, x, out, ld, (uint8_t *)scratch);
-  else rows_stored(m, band, bands, x, out, ld);
-}

@@ -23,6 +23,7 @@ FLAGS = (
     "avx2",
     "fma",
     "f16c",
+    "avx_vnni",
     "avx512f",
     "avx512bw",
     "avx512vl",

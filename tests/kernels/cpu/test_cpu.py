@@ -33,7 +33,7 @@ ROUNDED = {torch.float32: EXACT, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 def _tiers() -> list[str]:
     if not cpu.available():
         return []
-    names = [cpu.set_tier(name) for name in ("scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx")]
+    names = [cpu.set_tier(name) for name in cpu.TIERS]
     cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
     return list(dict.fromkeys(names))
 
@@ -76,6 +76,15 @@ def test_linear_of_every_type(tier: str, dtype: torch.dtype, tokens: int) -> Non
     for fmt in ("int3-g64", "int2-g16-dq", "int3-g16-super"):
         w = packed_weight(80, 320, fmt)
         assert _linear_error(w, _x(tokens, 320, dtype=dtype), _x(80, dtype=dtype, seed=2)) < ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 6, 40])
+def test_nothing_of_a_bfloat16_number_is_lost(tier: str, tokens: int) -> None:
+    """But for the rounding of the result, which ends differently only where it is a close call."""
+    for fmt in ("int3-g64", "int8-g32", "int4-g32-super"):
+        w, x = packed_weight(64, 320, fmt), _x(tokens, 320, dtype=torch.bfloat16)
+        expected = reference.linear(x.float(), w).bfloat16()
+        assert (ops.linear(x, w) != expected).float().mean() < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -477,6 +486,20 @@ print(cpu.info()["available"], cpu.info()["tier"])
 
 def test_the_instruction_set_can_be_capped() -> None:
     assert _python(INFO, TRILOBITE_ISA="scalar", TRILOBITE_THREADS="1") == "True scalar 1"
+
+
+def test_why_there_is_no_better_instruction_set() -> None:
+    *capped, best = _tiers()
+    try:
+        for name in capped:
+            cpu.set_tier(name)
+            assert cpu.info()["better_tier"].endswith(" is there, but TRILOBITE_ISA caps it")
+        cpu.set_tier(best)
+        better = cpu.info()["better_tier"]
+        assert better == "none" or cpu.TIERS.index(better.split()[0]) > cpu.TIERS.index(best)
+        assert better == "none" or " needs " in better
+    finally:
+        cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
 
 
 def test_without_the_library_the_reference_runs() -> None:

@@ -49,7 +49,18 @@ ACTIVATIONS = {
 }
 """Forms of activations of the library; others run in the reference."""
 DIGITS = {"exact": 3, "int8": 1}
-TIERS = ("scalar", "neon", "avx2", "avx512", "avx512_vnni", "amx")
+TIERS = (
+    "scalar",
+    "neon",
+    "avx2",
+    "avx_vnni",
+    "avx512",
+    "avx512_vnni",
+    "avx512_gfni",
+    "avx512_bf16",
+    "amx",
+)
+"""Instruction sets, worst first; those of other processors are passed over."""
 
 _lib, _reason = native.load()
 
@@ -67,12 +78,13 @@ def library() -> ctypes.CDLL:
 
 
 def info() -> dict[str, Any]:
-    """What `trilobite doctor` prints: available, tier, threads, reason."""
+    """What `trilobite doctor` prints: available, tier, why not the next better one, threads, reason."""
     cap = os.environ.get("TRILOBITE_ISA")
     known = cap is None or cap in TIERS
     return {
         "available": available(),
         "tier": _lib.trilobite_tier().decode() if _lib else "reference",
+        "better_tier": (_lib.trilobite_better_tier().decode() if _lib else "") or "none",
         "threads": team(None),
         "reason": _reason
         if known

@@ -74,7 +74,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 8
+ABI = 9
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 
@@ -99,6 +99,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "quantize": (c_int, [c_void_p]),
         "error": (c_char_p, []),
         "tier": (c_char_p, []),
+        "better_tier": (c_char_p, []),
         "set_tier": (c_int, [c_char_p]),
         "max_threads": (c_int64, []),
         "read_seconds": (c_double, [c_void_p, c_int64, c_int64]),
