@@ -48,6 +48,7 @@ from trilobite.cli.options import (
     RecipeOption,
     RevisionOption,
     RoomOption,
+    RuntimeOption,
     SamplesOption,
     SaveHessiansOption,
     SeedOption,
@@ -131,6 +132,7 @@ def compress(
     hessians: HessiansOption = None,
     finetune: FinetuneOption = None,
     keep_unmatched: UnmatchedOption = False,
+    runtime: RuntimeOption = None,
     revision: RevisionOption = None,
     ray: RayOption = None,
     workers: WorkersOption = 0,
@@ -183,13 +185,14 @@ def compress(
     )
     cluster = chosen_workers(ray, workers)
     from trilobite.checkpoint.source import open_source
+    from trilobite.quantize.plan.runtimes import RUNTIMES
     from trilobite.quantize.run.compress import compress as run
 
     folder = open_source(
         src, revision=revision
     ).path  # downloaded before our bars come: it has bars of its own
     with quiet() if ground or budget or chosen.importance != "none" else nullcontext(), Progress() as bars:
-        progress = CompressProgress(bars)
+        progress = CompressProgress(bars, RUNTIMES[runtime] if runtime else None)
         tell_state(progress.state)
         result = run(
             str(folder),
@@ -281,6 +284,7 @@ def plan(
     per_expert: PerExpertOption = False,
     sensitivity: SensitivityOption = None,
     keep_unmatched: UnmatchedOption = False,
+    runtime: RuntimeOption = None,
     revision: RevisionOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -309,6 +313,7 @@ def plan(
     from trilobite.quantize.columns.choose import with_column_scales
     from trilobite.quantize.plan.plan import plan_json
     from trilobite.quantize.plan.report import report
+    from trilobite.quantize.plan.runtimes import RUNTIMES
     from trilobite.quantize.run.compress import prepare
     from trilobite.quantize.run.options import Options, pick_device
     from trilobite.quantize.run.planned import plan_within
@@ -337,6 +342,8 @@ def plan(
             source, chosen, frequency=frequencies(stats), keep_unmatched=keep_unmatched, watcher=watcher
         )
         bars.complete()
+    if runtime:
+        RUNTIMES[runtime](made)
     if json:
         sys.stdout.write(plan_json(made, account))
         return

@@ -152,9 +152,9 @@ class Progress:
 class CompressProgress:
     """Follows a compress run: bars for the kurtosis pass, calibration and tensors, counts for Ctrl-C."""
 
-    def __init__(self, progress: Progress) -> None:
-        """progress: draws the bars."""
-        self.progress = progress
+    def __init__(self, progress: Progress, check: "Callable[[Plan], None] | None" = None) -> None:
+        """progress: draws the bars    check: raises where a plan is not what was asked for."""
+        self.progress, self.check = progress, check
         self.tensors = self.done = self.bytes = self.bytes_done = 0
         self.work = self.work_done = 0
         self.error = ""
@@ -175,6 +175,8 @@ class CompressProgress:
 
     def on_plan(self, plan: "Plan") -> None:
         """The size of the job; the pre-pass is over."""
+        if self.check:
+            self.check(plan)
         self.progress.complete()
         self.tensors = len(plan.lines)
         self.bytes = sum(line.nbytes for line in plan.lines)

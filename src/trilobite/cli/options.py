@@ -185,6 +185,24 @@ FinetuneOption = Annotated[
 UnmatchedOption = Annotated[
     bool, typer.Option("--keep-unmatched", help="Keep tensors of unknown role in 16 bit instead of stopping.")
 ]
+
+
+def _check_runtime(runtime: str | None) -> str | None:
+    """A program that runs packed checkpoints beside ours."""
+    if runtime not in (None, "vllm"):
+        raise typer.BadParameter("expected vllm")
+    return runtime
+
+
+RuntimeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        help="Refuse what another program cannot run: vllm (docs/vllm.md).",
+        callback=_check_runtime,
+        metavar="PROGRAM",
+    ),
+]
 RevisionOption = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.", metavar="REV")
 ]

@@ -1,21 +1,16 @@
 """What of a packed checkpoint is packed, by the names that vLLM uses, and what of it vLLM's layers cannot run."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from trilobite.checkpoint.fused import FUSED, partly_packed, refuse_lattice
 from trilobite.checkpoint.source import Source
 from trilobite.errors import CheckpointError
 from trilobite.formats.bitpack import ROWS
 
 SUFFIXES = ("packed", "scale", "lra", "lrb")
 """Parts of a matrix that vLLM loads, `formats.weight.SUFFIXES` without those of lattice formats."""
-FUSED: Mapping[str, Sequence[str]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
-"""Layers of vLLM, and the matrices of checkpoints that each runs together."""
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 _PACKED = ".weight_packed"
 
@@ -60,31 +55,13 @@ def read_manifest(source: Source) -> Manifest:
     experts: set[str] = set()
     partial = source.rows or {}
     for name, info in source.tensors.items():
-        if name.endswith(".weight_lattice"):
-            raise CheckpointError(f"{source.path}: {refuse_lattice(name.removesuffix('.weight_lattice'))}")
         if not name.endswith(_PACKED):
             continue
         path = name.removesuffix(_PACKED)
+        if f"{path}.weight_lattice" in source.tensors:
+            raise CheckpointError(f"{source.path}: {refuse_lattice(path, info.shape[2] // ROWS)}")
         if match := _EXPERT.match(path):
             experts.add(match[1])
         else:
             rows[path] = partial.get(f"{path}.weight", ROWS * info.shape[0])
     return Manifest(rows, frozenset(experts))
-
-
-def refuse_lattice(name: str, bits: int = 3) -> str:
-    """What is said of a matrix in a lattice format."""
-    return (
-        f"{name}: is in a lattice format (QuIP#), which vLLM cannot run: compress the original again with "
-        f"--for vllm and a recipe of integers, for example --recipe super{bits}"
-    )
-
-
-def partly_packed(layer: str, packed: Iterable[str], names: Sequence[str]) -> str:
-    """What is said of matrices that vLLM runs as one, some of which are packed."""
-    rest = sorted(set(names) - set(packed))
-    return (
-        f"{layer}: {' and '.join(n.rpartition('.')[2] for n in rest)} in 16 bit beside packed matrices, which vLLM runs "
-        "as one: compress the original again with --for vllm and a recipe that treats them alike, for example --recipe "
-        "search3"
-    )
