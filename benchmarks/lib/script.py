@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.lib.markdown import insert
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"
 TEXT = SHARED / "data/eval/wikitext-2/wiki.test.detok.txt"
 TRAINING_TEXT = SHARED / "data/train/wikipedia.txt"
 WORK = Path(tempfile.gettempdir()) / "trilobite-bench"

@@ -40,7 +40,7 @@ def _config(name: str) -> tuple[Any, str]:
     return config, "DeepSeek-MoE-16B shape, 4 layers"
 
 
-def _make_checkpoint(config: Any, folder: Path) -> None:
+def make_checkpoint(config: Any, folder: Path) -> None:
     """A random bf16 checkpoint."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ def packed_models() -> Iterator[tuple[str, Path]]:
         config, title = _config(name)
         with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
             source, packed = Path(folder, "source"), Path(folder, "packed")
-            _make_checkpoint(config, source)
+            make_checkpoint(config, source)
             compress(str(source), packed, load_recipe("rtn3"))
             shutil.rmtree(source)
             # What was just written lies in the page cache in pieces; read from disk, as users have it, it lies better.
