@@ -16,6 +16,7 @@ from support.architectures import build_checkpoint
 from trilobite.checkpoint.evaluation import save_evaluation
 from trilobite.checkpoint.packed import REPORT, TIMES
 from trilobite.errors import CheckpointError, SettingError
+from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.run.compress import compress
 from trilobite.quantize.run.lines import NTH_EXPERT
 from trilobite.quantize.run.options import Options
@@ -43,6 +44,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_a_planned_recipe_says_why(folder: Path, tmp_path: Path) -> None:
+    budget = Budget(bits=3.4, importance="none")
+    compress(folder.parent / "original", tmp_path / "packed", budget, options=Options(jobs=1, device="cpu"))
+    page = Page(make_report([read_packed(tmp_path / "packed")]))
+    text = " ".join(page.text)
+    assert "Why each part got what it got" in text
+    assert "bits-3.4" in text
+    assert "gate, up" in text
+    found = read_packed(tmp_path / "packed").planner
+    assert found is not None
+    assert found.least < found.nbytes < found.most
+    assert sum(p.nbytes for p in found.parts) == found.nbytes
+
+    report = tmp_path / "packed" / REPORT
+    report.write_text(report.read_text().replace('"choices": [', '"choices": [[], ', 1))
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_packed(tmp_path / "packed")
 
 
 class Page(HTMLParser):

@@ -102,24 +102,21 @@ def chosen_budget(
 
 def print_account(account: Mapping[str, Any]) -> None:
     """Why each part of the model got what it got."""
-    parts: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in account["choices"]:
-        parts.setdefault((row["role"], row["part"]), []).append(row)
-    rows = []
-    for (role, part), of_part in parts.items():
-        better = [row["next"] for row in of_part if "next" in row]
-        rows.append(
-            (
-                role,
-                part,
-                _formats(of_part),
-                number(8 * sum(r["bytes"] for r in of_part) / sum(r["weights"] for r in of_part), 3),
-                size(sum(r["bytes"] for r in of_part)),
-                number(sum(r["loss"] for r in of_part)),
-                f"+{size(sum(b['bytes'] for b in better))}" if better else "",
-                f"-{number(sum(b['loss'] for b in better))}" if better else "",
-            )
+    from trilobite.quantize.budget.account import by_part
+
+    rows = [
+        (
+            p.role,
+            p.part,
+            p.formats,
+            number(p.bits, 3),
+            size(p.nbytes),
+            number(p.loss),
+            f"+{size(p.more_bytes)}" if p.more_bytes else "",
+            f"-{number(p.less_loss)}" if p.more_bytes else "",
         )
+        for p in by_part(account)
+    ]
     columns = ("role", "part", "format", "bits/weight", "bytes", "loss", "next better", "loss")
     print_table(
         columns, rows, title="What the planner chose, and what a step more would cost and save", left=3
@@ -128,30 +125,6 @@ def print_account(account: Mapping[str, Any]) -> None:
         f"Predicted loss {number(account['loss'])} (KL divergence, as a rule of thumb); bytes that count "
         f"{size(account['bytes'])}, possible {size(account['least'])} to {size(account['most'])}\n"
     )
-
-
-def _formats(rows: list[Mapping[str, Any]]) -> str:
-    """Formats by the layers that have them, the most frequent first."""
-    layers: dict[str, dict[str, None]] = {}
-    for row in rows:
-        layers.setdefault(row["format"], {})[row["layer"]] = None
-    if len(layers) == 1:
-        return next(iter(layers))
-    order = sorted(layers, key=lambda fmt: -len(layers[fmt]))
-    return "; ".join(f"{fmt} in {_runs(list(layers[fmt]))}" for fmt in order)
-
-
-def _runs(layers: list[str]) -> str:
-    """`["0", "1", "2", "5"]` -> `0-2, 5`."""
-    runs: list[list[str]] = []
-    for layer in layers:
-        stack, _, index = layer.rpartition(".")
-        before = f"{stack}.{int(index) - 1}".removeprefix(".") if index.isdigit() else None
-        if runs and runs[-1][-1] == before:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _reserved(src: str, context: int | None) -> int:

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from trilobite.checkpoint.evaluation import read_evaluations
 from trilobite.checkpoint.packed import REPORT, TIMES, read_report
 from trilobite.checkpoint.summary import bytes_on_disk
 from trilobite.errors import CheckpointError, RecipeError
+from trilobite.quantize.budget.account import PartAccount, by_part
 from trilobite.quantize.plan.report import Account, Report, account, report
 
 Row = Mapping[str, Any]
@@ -24,10 +25,22 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Planner:
+    """The account of a planned recipe. nbytes: what counts against the budget, of least to most that is possible."""
+
+    goal: str
+    nbytes: int
+    least: int
+    most: int
+    loss: float
+    parts: Sequence[PartAccount]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Packed:
     """A packed checkpoint. head: trilobite.json without its tensors    rows: its tensors    seconds: of each, if kept.
 
-    measured: what `eval --save` kept
+    measured: what `eval --save` kept    planner: why it got what it got, where that was planned
     """
 
     path: Path
@@ -39,6 +52,7 @@ class Packed:
     accounts: Sequence[Account]
     seconds: Mapping[str, float]
     measured: Sequence[Mapping[str, Any]]
+    planner: "Planner | None" = None
 
     @property
     def quantized(self) -> list[Row]:
@@ -58,6 +72,7 @@ def read_packed(path: Path) -> Packed:
         accounts = account(rows)
         head = {key: value for key, value in found.items() if key != "tensors"}
         recipe = printable(found["identity"]["recipe"]["name"])
+        planner = _planner(found["identity"].get("planner"))
         head["source"], head["rank"] = printable(head["source"]), printable(head["rank"])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecipeError) as e:
         raise CheckpointError(
@@ -73,6 +88,23 @@ def read_packed(path: Path) -> Packed:
         accounts=accounts,
         seconds=_seconds(path),
         measured=[_clean(entry) for entry in read_evaluations(path)],
+        planner=planner,
+    )
+
+
+def _planner(account: Mapping[str, Any] | None) -> Planner | None:
+    if account is None:
+        return None
+    return Planner(
+        goal=printable(account["budget"]["goal"]),
+        nbytes=int(account["bytes"]),
+        least=int(account["least"]),
+        most=int(account["most"]),
+        loss=float(account["loss"]),
+        parts=[
+            replace(p, role=printable(p.role), part=printable(p.part), formats=printable(p.formats))
+            for p in by_part(account)
+        ],
     )
 
 

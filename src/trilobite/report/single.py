@@ -28,6 +28,7 @@ def sections(packed: Packed, *, prefix: str = "a") -> Html:
     return join(
         [
             section("What was done", *_done(packed, figure)),
+            *_planned(packed),
             section("Where the error is", *_errors(packed, figure)),
             section("Why it is there", *_reasons(packed, figure)),
             section("What would mend the worst", _worst(packed)),
@@ -113,6 +114,47 @@ def _done(packed: Packed, figure: Draw) -> Iterator[Html]:
         [(role, why, f"{tensors:,}", f"{numel:,}") for role, why, tensors, numel in packed.made.kept],
         left=2,
     )
+
+
+def _planned(packed: Packed) -> Iterator[Html]:
+    """Why each part got what it got; nothing where a recipe was given."""
+    planner = packed.planner
+    if planner is None:
+        return
+    body = table(
+        (
+            "role",
+            "part",
+            "format",
+            "bits/weight",
+            "bytes",
+            "predicted loss",
+            "a step more costs",
+            "and saves",
+        ),
+        [
+            (
+                p.role,
+                p.part,
+                p.formats,
+                f"{p.bits:.3f}",
+                f"{p.nbytes:,}",
+                number(p.loss),
+                f"{p.more_bytes:,}" if p.more_bytes else "",
+                number(p.less_loss) if p.more_bytes else "",
+            )
+            for p in planner.parts
+        ],
+        left=3,
+    )
+    note = paragraph(
+        "Asked for ",
+        element("code", planner.goal),
+        f": {planner.nbytes:,} bytes that count, of {planner.least:,} to {planner.most:,} that are possible, with a "
+        f"predicted loss of {number(planner.loss)}. Loss is the sensitivity of a part, in KL divergence, times its "
+        "normalized error, as measured on a sample of rows; a byte goes where it saves most.",
+    )
+    yield section("Why each part got what it got", body, note)
 
 
 def _errors(packed: Packed, figure: Draw) -> Iterator[Html]:

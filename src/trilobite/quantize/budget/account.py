@@ -1,6 +1,6 @@
 """Why each unit got what it got, as plain data: kept in the checkpoint, shown by plan, compress and report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,3 +63,64 @@ def _row(f: Found) -> dict[str, Any]:
 
 def _short(value: float) -> float:
     return float(f"{value:.5g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartAccount:
+    """One part of all layers. formats: with the layers that have them    bits: of a weight    loss: predicted.
+
+    more_bytes, less_loss: what a step more of all its units would cost and save; 0 where there is none
+    """
+
+    role: str
+    part: str
+    formats: str
+    bits: float
+    nbytes: int
+    loss: float
+    more_bytes: int
+    less_loss: float
+
+
+def by_part(account: Mapping[str, Any]) -> list[PartAccount]:
+    """An account added up over layers and experts."""
+    parts: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in account["choices"]:
+        parts.setdefault((str(row["role"]), str(row["part"])), []).append(row)
+    return [
+        PartAccount(
+            role=role,
+            part=part,
+            formats=_formats(rows),
+            bits=8 * sum(row["bytes"] for row in rows) / sum(row["weights"] for row in rows),
+            nbytes=sum(row["bytes"] for row in rows),
+            loss=sum(row["loss"] for row in rows),
+            more_bytes=sum(row["next"]["bytes"] for row in rows if "next" in row),
+            less_loss=sum(row["next"]["loss"] for row in rows if "next" in row),
+        )
+        for (role, part), rows in parts.items()
+    ]
+
+
+def _formats(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Formats by the layers that have them, the most frequent first."""
+    layers: dict[str, dict[str, None]] = {}
+    for row in rows:
+        layers.setdefault(row["format"], {})[row["layer"]] = None
+    if len(layers) == 1:
+        return next(iter(layers))
+    order = sorted(layers, key=lambda fmt: -len(layers[fmt]))
+    return "; ".join(f"{fmt} in {_runs(list(layers[fmt]))}" for fmt in order)
+
+
+def _runs(layers: list[str]) -> str:
+    """`["0", "1", "2", "5"]` -> `0-2, 5`."""
+    runs: list[list[str]] = []
+    for layer in layers:
+        stack, _, index = layer.rpartition(".")
+        before = f"{stack}.{int(index) - 1}".removeprefix(".") if index.isdigit() else None
+        if runs and runs[-1][-1] == before:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

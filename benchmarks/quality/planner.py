@@ -1,0 +1,177 @@
+"""Does the planner know what a plan will cost? Predicted loss against measured KL divergence.
+
+    python -m benchmarks.quality.planner MODEL... [--plans 24] [--tokens 4096] [--page docs/results.md]
+
+For each model: half of the plans are the planner's own, at budgets from 2.4 to 6 bits; the other half are at random
+ones, made as if every part's sensitivity were another one (times e^N(0, 1.5)), so that plans of about as many bits
+differ. Every plan is packed and compared with the original; Spearman's rank correlation is that of the KL divergence and
+the predicted loss, by the priors that ship and by sensitivities measured on the model (`trilobite sensitivity`). Draws
+the former (extra `plot`). The last line is JSON.
+"""
+
+import argparse
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.lib.markdown import table
+from benchmarks.lib.packed import pack
+from benchmarks.lib.scoring import open_bench
+from benchmarks.lib.script import add_page, add_text, add_work, parser, publish
+from trilobite.checkpoint.source import Source, open_source
+from trilobite.quantize.budget.goal import Budget
+from trilobite.quantize.run.planned import plan_within
+from trilobite.quantize.run.sensitivity import TOKENS, measure_sensitivity
+from trilobite.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST, MOST = 2.4, 6.0
+"""Bits of the budgets."""
+SPREAD = 1.5
+CPU = torch.device("cpu")
+Sensitivities = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A plan. kind: planned or random    priors, measured: its loss as predicted by these    kl: nats per token."""
+
+    name: str
+    kind: str
+    bits: float
+    priors: float
+    measured: float
+    kl: float = 0.0
+
+
+def unit(row: Mapping[str, Any]) -> str:
+    """What `trilobite sensitivity` calls the unit of a row of an account."""
+    return f"{row['layer']} {row['role']}: {row['part']}"
+
+
+def plans(source: Source, measured: Sensitivities, count: int) -> list[tuple[Recipe, Point]]:
+    """Recipes with what is predicted of them."""
+    priors = {unit(row): row["sensitivity"] for row in _choices(source, LEAST, {})}
+    chance = random.Random(0)
+    found = []
+    for i in range(count):
+        place, kind = i // 2 / max(1, (count - 1) // 2), ("planned", "random")[i % 2]
+        bits = LEAST * (MOST / LEAST) ** (place if kind == "planned" else chance.random())
+        wrong = {name: a * exp(SPREAD * chance.gauss(0, 1)) for name, a in priors.items()}
+        planned = plan_within(
+            source, Budget(bits=bits, sensitivities=wrong if kind == "random" else {}), device=CPU, jobs=2
+        )
+        rows = planned.account["choices"]
+        point = Point(
+            name=f"{kind}-{i}",
+            kind=kind,
+            bits=8 * sum(row["bytes"] for row in rows) / sum(row["weights"] for row in rows),
+            priors=sum(priors[unit(row)] * row["error"] for row in rows),
+            measured=sum(measured[unit(row)] * row["error"] for row in rows),
+        )
+        found.append((replace(planned.recipe, name=point.name), point))
+    return found
+
+
+def _choices(source: Source, bits: float, sensitivities: Sensitivities) -> Sequence[Mapping[str, Any]]:
+    budget = Budget(bits=bits, sensitivities=sensitivities)
+    rows: Sequence[Mapping[str, Any]] = plan_within(source, budget, device=CPU, jobs=2).account["choices"]
+    return rows
+
+
+def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Spearman's, of values without ties."""
+    n = len(xs)
+    x, y = (sorted(range(n), key=values.__getitem__) for values in (xs, ys))
+    ranks = {i: r for r, i in enumerate(y)}
+    return 1 - 6 * sum((r - ranks[i]) ** 2 for r, i in enumerate(x)) / (n * (n * n - 1))
+
+
+def measure(model: Path, args: argparse.Namespace) -> list[Point]:
+    """Pack and score the plans of one model."""
+    source = open_source(str(model))
+    sensitivity = measure_sensitivity(source, tokens=TOKENS, device=CPU, jobs=2)
+    made = plans(source, sensitivity["sensitivities"], args.plans)
+    packed = {p.name: pack(model, recipe, args.work, frequency=None, fresh=True).path for recipe, p in made}
+    bench = open_bench(model, args.text, context=args.context, tokens=args.tokens, memory=args.memory)
+    scores = bench.scores(packed)
+    return [replace(p, kl=scores[p.name].kl or 0.0) for _, p in made]
+
+
+def draw(found: Mapping[str, Sequence[Point]], path: Path) -> None:
+    """One panel a model, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(found), figsize=(4 * len(found), 4), squeeze=False)
+    for panel, (model, points) in zip(axes[0], found.items(), strict=True):
+        for kind, color in (("planned", "tab:blue"), ("random", "tab:orange")):
+            of_kind = [p for p in points if p.kind == kind]
+            panel.scatter([p.priors for p in of_kind], [p.kl for p in of_kind], s=16, color=color, label=kind)
+        rho = correlation([p.priors for p in points], [p.kl for p in points])
+        panel.set(title=f"{model}: {rho:.3f}", xlabel="predicted loss", xscale="log", yscale="log")
+        panel.grid(alpha=0.3)
+    axes[0][0].set_ylabel("KL divergence from 16 bit, nats per token")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    args = _arguments()
+    found = {model.name: measure(model, args) for model in args.models}
+    rows, summary = [], {}
+    for model, points in found.items():
+        kl = [p.kl for p in points]
+        by_priors = correlation([p.priors for p in points], kl)
+        by_measured = correlation([p.measured for p in points], kl)
+        ratios = sorted(p.measured / p.kl for p in points)
+        rows.append(
+            (
+                model,
+                str(len(points)),
+                f"{min(kl):.4f} to {max(kl):.3f}",
+                f"{by_priors:.3f}",
+                f"{by_measured:.3f}",
+                f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+            )
+        )
+        summary[model] = {
+            "priors": by_priors,
+            "measured": by_measured,
+            "points": [[p.kind, p.bits, p.priors, p.measured, p.kl] for p in points],
+        }
+    draw(found, args.figure)
+    columns = ("model", "plans", "KL", "rank correlation, priors", "measured", "predicted / KL, measured")
+    publish(
+        table(columns, rows),
+        {"benchmark": "planner", "tokens": args.tokens, "models": summary},
+        page=args.page,
+        marker="planner",
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("models", type=Path, nargs="+", help="folders of original checkpoints")
+    add_text(options, tokens=4096)
+    options.add_argument("--plans", type=int, default=24)
+    options.add_argument(
+        "--memory", type=float, default=6.0, help="GB for the models that are measured together"
+    )
+    options.add_argument("--figure", type=Path, default=ROOT / "docs/figures/planner.png")
+    add_work(options)
+    add_page(options, "planner")
+    return options.parse_args()
+
+
+if __name__ == "__main__":
+    main()
