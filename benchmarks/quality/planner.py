@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.planner MODEL... [--plans 24] [--tokens 4096] [--page docs/results.md]
 
-For each model: half of the plans are the planner's own, at budgets from 2.4 to 6 bits; the other half are at random
+For each model: half of the plans are the planner's own, at budgets from 2.5 to 6 bits; the other half are at random
 ones, made as if every part's sensitivity were another one (times e^N(0, 1.5)), so that plans of about as many bits
 differ. Every plan is packed and compared with the original; Spearman's rank correlation is that of the KL divergence and
 the predicted loss, by the priors that ship and by sensitivities measured on the model (`trilobite sensitivity`). Draws
@@ -30,7 +30,7 @@ from trilobite.quantize.run.sensitivity import TOKENS, measure_sensitivity
 from trilobite.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAST, MOST = 2.4, 6.0
+LEAST, MOST = 2.5, 6.0
 """Bits of the budgets."""
 SPREAD = 1.5
 CPU = torch.device("cpu")

@@ -22,10 +22,12 @@ from benchmarks.quality import (
     offload_mixes,
     offload_traces,
     pareto,
+    planner,
     proxy_bound,
     recipes,
     row_loss,
     scales,
+    sensitivity,
 )
 from benchmarks.speed import calibrated_cost, offload_gpu
 from benchmarks.speed import compress as speed_of_compress
@@ -201,6 +203,27 @@ def test_speed_of_the_engine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "MIXTRAL", tiny)
     monkeypatch.setattr(cpu, "DEEPSEEK", tiny)
     assert run(cpu, "--quick", "--only", "overhead")["overhead"]
+
+
+def test_planner(run: Any, model: Path, text: Path, work: Path, tmp_path: Path) -> None:
+    options = ("--text", text, "--context", CONTEXT, "--tokens", 4 * CONTEXT, "--work", work)
+    figure = tmp_path / "planner.png"
+    found = run(planner, model, *options, "--plans", 4, "--figure", figure)["models"][model.name]
+    assert figure.stat().st_size > 10_000
+    assert [kind for kind, *_ in found["points"]] == ["planned", "random"] * 2
+    assert all(kl > 0 and predicted > 0 for *_, predicted, kl in found["points"])
+    assert planner.correlation([1, 2, 3, 4], [1.0, 2.5, 3.0, 9.0]) == 1
+    assert planner.correlation([1, 2, 3, 4], [4, 3, 2, 1]) == -1
+
+
+def test_sensitivity(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(sensitivity, model, "--tokens", 64)["priors"]
+    assert all(len(course) == sensitivity.DEPTHS and min(course) > 0 for course in found.values())
+    one, other = {"a: b": [0.0, 1.0, 2.0]}, {"a: b": [3.0, 5.0, None]}
+    monkeypatch.setattr(sensitivity, "DEPTHS", 3)
+    moved = sensitivity.mean(sensitivity.levelled([one, other]))
+    # Means of what both know are .5 and 4: all moves to 2.25.
+    assert moved["a: b"] == pytest.approx([(1.75 + 1.25) / 2, (2.75 + 3.25) / 2, 3.75])
 
 
 def test_pareto(run: Any, tmp_path: Path) -> None:

@@ -191,8 +191,6 @@ def _bound(units: Sequence[Unit], options: Sequence[Sequence[Option]], budget: B
     # Memory that is left over does no harm.
     if least <= bound and (bound <= most or budget.fit is not None):
         return bound
-    if bound > most and budget.bits is not None and bound - most < weights / 8 * 0.01:
-        return bound
     raise BudgetError(budget.impossible(least + beside, most + beside, weights))
 
 
