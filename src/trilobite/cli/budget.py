@@ -42,6 +42,15 @@ PerExpertOption = Annotated[
     bool,
     typer.Option("--per-expert", help="With --bits, --size, --fit: experts of a layer may differ in format."),
 ]
+RanksOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ranks",
+        help="With --bits, --size, --fit: ranks of compensators to try as well, such as h/128,h/32 (h = hidden size); "
+        "compressing then takes many times as long.",
+        metavar="RANKS",
+    ),
+]
 SensitivityOption = Annotated[
     Path | None,
     typer.Option(
@@ -61,6 +70,7 @@ def chosen_budget(
     recipe: str | None,
     context: int | None,
     per_expert: bool,
+    ranks: str | None,
     sensitivity: Path | None,
     keep: list[str] | None,
     columns: str | None,
@@ -77,9 +87,9 @@ def chosen_budget(
     if len(asked) + (recipe is not None) != 1:
         raise typer.BadParameter("give one of --recipe, --bits, --size and --fit")
     if not asked:
-        if per_expert or sensitivity:
-            name = "--per-expert" if per_expert else "--sensitivity"
-            raise typer.BadParameter(f"{name} goes with --bits, --size or --fit")
+        alone = {"--per-expert": per_expert, "--ranks": ranks, "--sensitivity": sensitivity}
+        if unused := [name for name, value in alone.items() if value]:
+            raise typer.BadParameter(f"{unused[0]} goes with --bits, --size or --fit")
         return None
     if unused := [name for name, value in fixed.items() if value is not None]:
         raise typer.BadParameter(f"--{unused[0]} goes with --recipe: {asked[0]} chooses that itself")
@@ -93,6 +103,7 @@ def chosen_budget(
         fit=None if fit is None else parse_size(fit),
         reserved=_reserved(src, context) if fit is not None else 0,
         per_expert=per_expert,
+        ranks=tuple(filter(None, (ranks or "").replace(" ", "").split(","))),
         keep=tuple(parse_role(role) for part in keep or () for role in part.split(",")),
         columns=columns or "auto",
         importance=importance or "auto",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trilobite.quantize.budget.solve import Option, hull, least_bytes, most_bytes, solve
+from trilobite.quantize.budget.solve import Option, hull, solve
 
 OPTION = st.builds(
     lambda nbytes, loss: Option(nbytes=nbytes, loss=float(loss)), st.integers(1, 40), st.integers(0, 50)
@@ -31,7 +31,8 @@ def best(units: list[list[Option]], bound: int) -> float:
 @settings(max_examples=300, deadline=None)
 @given(UNITS, st.integers(0, 100))
 def test_within_the_bound_and_within_a_step_of_the_best(units: list[list[Option]], percent: int) -> None:
-    least, most = least_bytes(units), most_bytes(units)
+    least = sum(min(o.nbytes for o in unit) for unit in units)
+    most = sum(unit[hull(unit)[-1]].nbytes for unit in units)
     bound = least + (most - least) * percent // 100
     chosen = solve(units, bound)
     nbytes, loss = total(units, chosen)

@@ -187,9 +187,13 @@ def test_calibration_sees_the_rescaled_model(outliers: Path, text: Path, tmp_pat
         compress(str(outliers), tmp_path / "d", load_recipe("gptq3"), calibration=kept, options=SERIAL)
 
 
+def test_lattice_formats_gain_as_well(outliers: Path, tmp_path: Path) -> None:
+    compress(str(outliers), tmp_path / "a", scaled("quip2-free"), options=SERIAL)
+    compress(str(outliers), tmp_path / "b", load_recipe("quip2-free"), options=SERIAL)
+    assert distance(tmp_path / "a", outliers) < 0.8 * distance(tmp_path / "b", outliers)
+
+
 def test_what_cannot_be_scaled_is_refused(outliers: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"formats of integers.*--columns none"):
-        compress(str(outliers), tmp_path / "dst", scaled("quip2-free"), options=SERIAL)
     build_checkpoint("gpt_oss", tmp_path / "gpt_oss", dtype=torch.bfloat16)
     with pytest.raises(RecipeError, match=r"known for .*mixtral.* this is 'gpt_oss'; .*--columns none"):
         compress(str(tmp_path / "gpt_oss"), tmp_path / "dst", scaled("int8"), options=SERIAL)

@@ -17,7 +17,8 @@ class Budget:
 
     bits: mean bits of a weight of the body (attention, MLPs, experts), scales and padding included
     size: bytes of all files    fit: bytes of memory, of which `reserved` are for other things than weights
-    per_expert: experts of a layer may differ    keep: roles that stay in 16 bit
+    per_expert: experts of a layer may differ    ranks: of compensators to try, as in a rule
+    keep: roles that stay in 16 bit
     columns, importance: as in a recipe, or "auto": where the architecture allows it
     sensitivities: by "layer role: part", measured; priors where it says nothing
     """
@@ -27,6 +28,7 @@ class Budget:
     fit: int | None = None
     reserved: int = 0
     per_expert: bool = False
+    ranks: tuple[str, ...] = ()
     keep: tuple[Role, ...] = ()
     columns: str = "auto"
     importance: str = "auto"
@@ -47,6 +49,11 @@ class Budget:
             return f"size-{self.size / 1e9:.6g}GB"
         assert self.fit is not None
         return f"fit-{self.fit / GIB:.6g}GiB"
+
+    @property
+    def nbytes(self) -> int:
+        """Of files or memory."""
+        return self.size or self.fit or 0
 
     def impossible(self, least: int, most: int, weights: int) -> str:
         """What to say where no recipe comes to this budget.
@@ -74,6 +81,7 @@ class Budget:
             "fit": self.fit,
             "reserved": self.reserved,
             "per_expert": self.per_expert,
+            "ranks": list(self.ranks),
             "keep": [role.value for role in self.keep],
             "columns": self.columns,
             "importance": self.importance,

@@ -17,16 +17,6 @@ Options = Sequence[Option]
 """The ways to store one unit, never none."""
 
 
-def least_bytes(units: Sequence[Options]) -> int:
-    """Of all units, with the smallest option of each."""
-    return sum(min(o.nbytes for o in options) for options in units)
-
-
-def most_bytes(units: Sequence[Options]) -> int:
-    """Of all units, with the best option of each: more bytes would win nothing."""
-    return sum(options[hull(options)[-1]].nbytes for options in units)
-
-
 def hull(options: Options) -> list[int]:
     """The options on the lower convex hull of bytes against loss, from the smallest to the best one."""
     order = sorted(range(len(options)), key=lambda i: (options[i].nbytes, options[i].loss, i))
@@ -47,7 +37,7 @@ def _gain(options: Options, smaller: int, larger: int) -> float:
 
 
 def solve(units: Sequence[Options], bound: int) -> list[int]:
-    """Which option each unit gets. bound: at least `least_bytes`.
+    """Which option each unit gets. bound: at least the bytes of the smallest options.
 
     The price of a byte is bisected: at a price each unit takes the steps of its hull that save more than they cost,
     which is exact where the bytes come out as the bound. What is left over goes to the step that saves most for each

@@ -9,7 +9,7 @@ from trilobite.errors import RecipeError
 from trilobite.quantize.columns.find import column_scales
 from trilobite.quantize.columns.rescaling import RescaledWeights
 from trilobite.quantize.columns.streams import KNOWN, find_streams
-from trilobite.recipe import LatticeFormat, Recipe
+from trilobite.recipe import Recipe
 
 REMEDY = "choose `columns: none` (--columns none)"
 
@@ -17,15 +17,10 @@ REMEDY = "choose `columns: none` (--columns none)"
 def with_column_scales(source: Source, recipe: Recipe, *, keep_unmatched: bool = False) -> Source:
     """The source, rescaled where the recipe asks for it. Reads no weights yet.
 
-    Raises RecipeError for lattice formats, and for an architecture of which it is not known what reads what.
+    Raises RecipeError for an architecture of which it is not known what reads what.
     """
     if recipe.columns == "none":
         return source
-    if any(isinstance(rule.format, LatticeFormat) for rule in recipe.rules):
-        raise RecipeError(
-            f"recipe {recipe.name}: column scales are for formats of integers, a lattice format rotates its columns; "
-            f"{REMEDY}"
-        )
     matrices = identify(source, extra_rules=recipe.roles, keep_unmatched=keep_unmatched)
     streams = find_streams(source, matrices)
     if not streams:

@@ -12,7 +12,8 @@ import torch
 from trilobite.checkpoint.packed import PARTIAL, REPORT
 from trilobite.checkpoint.roles import Matrix, identify, text_config
 from trilobite.checkpoint.source import Source
-from trilobite.quantize.budget.choose import ask, choose
+from trilobite.quantize.budget.candidates import ask
+from trilobite.quantize.budget.choose import choose
 from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.columns.choose import with_column_scales
@@ -58,7 +59,7 @@ def plan_within(
     unfit = unfit_matrices(source, matrices, keep_unmatched=keep_unmatched)
     recipe = frame(source, matrices, budget, calibration)
     source = with_column_scales(source, recipe, keep_unmatched=keep_unmatched)
-    question = ask(source, matrices, unfit, recipe)
+    question = ask(source, matrices, unfit, recipe, budget)
     calibrator = None
     if recipe.importance != "none":
         calibrator = open_calibration(source, recipe, calibration)
@@ -67,7 +68,7 @@ def plan_within(
         with tempfile.TemporaryDirectory() as workspace:
             calibrator.measure(question.plans[0].lines, jobs=jobs, workspace=Path(workspace), watcher=watcher)
     importance = None if calibrator is None else calibrator.measured
-    choice = choose(question, budget, importance, jobs=jobs, watcher=watcher)
+    choice = choose(question, importance, jobs=jobs, watcher=watcher)
     return Planned(recipe=choice.recipe, account=choice.account, calibrator=calibrator)
 
 
