@@ -8,6 +8,7 @@
 # make ray      lets workers, nodes, the driver and the disk of a small cluster fail 50 times, and compares every byte
 # make fuzz   damages checkpoints in 10,000 ways and looks how each ends
 # make vllm   runs packed models in vLLM, in an environment of its own (3.5 GB); make vllm-all in every way that is tested
+# make kills  kills compress, stats, trace and eval at 1,000 random moments, and compares how they end
 # make emulate    builds it for ARM and fuzzes it under QEMU (g++-aarch64-linux-gnu, qemu-user)
 VENV ?= .venv
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PROCESSES ?= 2
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test lint format install clean sanitize old-triton old-transformers emulate load ray fuzz architectures vllm vllm-all
+.PHONY: demo test lint format install clean sanitize old-triton old-transformers emulate load ray fuzz kills architectures vllm vllm-all
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -61,6 +62,9 @@ ray: install
 
 fuzz: install
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 10000
+
+kills: install
+	PYTHONPATH=tests $(BIN)/python -m kills --kills 1000
 
 architectures: install
 	PYTHONPATH=tests $(BIN)/python -m support.every_architecture > build/architectures.md

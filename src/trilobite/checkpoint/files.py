@@ -1,6 +1,7 @@
 """Writing to disk: whole files or none, all of a buffer, one run at a time, and what to tell when there is no room."""
 
 import errno
+import glob
 import os
 import secrets
 import stat
@@ -34,7 +35,7 @@ def write_whole(path: Path, data: bytes, *, aside: Path | None = None) -> None:
     """Write a small file so that it is either the old one or whole, after a power failure too.
 
     A link stays, and what it names is written. Devices, pipes and the standard streams are written into.
-    aside: a folder of the same disk for what a kill leaves behind, default that of the file
+    aside: a folder of the same disk for what a kill leaves behind, default that of the file; the next write removes it
     """
     if stream := _stream(path):
         with stream:
@@ -42,15 +43,35 @@ def write_whole(path: Path, data: bytes, *, aside: Path | None = None) -> None:
         return
     if path.is_symlink():
         path, aside = path.resolve(), None
-    temporary = (aside or path.parent) / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    folder = aside or path.parent
+    for left in folder.glob(f".{glob.escape(path.name)}.????????.tmp"):
+        with suppress(OSError), left.open("rb") as file:
+            if _held(file):  # else somebody writes it now
+                left.unlink()
+    temporary = folder / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
         with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            _held(file)
+            if os.fstat(file.fileno()).st_nlink:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(temporary, path)
+                return
     finally:
         temporary.unlink(missing_ok=True)
+    write_whole(path, data, aside=aside)  # another run took it for a dead one's before it was held
+
+
+def _held(file: IO[bytes]) -> bool:
+    """Whether this process has a file for itself now; no where another one has, or where there are no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, ImportError):
+        return False
+    return True
 
 
 def _stream(path: Path) -> IO[bytes] | None:

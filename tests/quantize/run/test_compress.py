@@ -1,14 +1,11 @@
 import errno
 import json
 import os
-import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -347,49 +344,6 @@ def test_killed_while_the_files_move_up(
             run(mixtral, tmp_path / "dst")
     run(mixtral, tmp_path / "dst")
     assert digests(tmp_path / "dst") == digests(finished)
-
-
-def slow_child(source: Path, dst: Path) -> int:
-    """A child process that compresses, slowly. It is a fork: importing torch takes seconds."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        write = PackedWriter.write
-
-        def slow(self: PackedWriter, *args: object) -> None:
-            time.sleep(0.02)
-            write(self, *args)
-
-        PackedWriter.write = slow  # type: ignore[method-assign]
-        packed_module.COMMIT_SECONDS = 0.05
-        run(source, dst, options=Options(jobs=2, device="cpu"))
-    finally:
-        os._exit(0)
-
-
-def journaled(dst: Path) -> int:
-    """Bytes of the journal of an unfinished run."""
-    journal = dst / PARTIAL / "journal.jsonl"
-    return journal.stat().st_size if journal.exists() else 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kill_9(finished: Path, mixtral: Path, tmp_path: Path) -> None:
-    """A handful of random moments; tools/kill9.py does twenty and more, with the real command."""
-    dst, chance = tmp_path / "dst", random.Random(5)
-    killed = 0
-    for attempt in range(5):
-        child = slow_child(mixtral, dst)
-        while not attempt and not journaled(dst) and not looks_complete(dst):
-            time.sleep(0.01)  # the first kill meets finished work, however slow the machine
-        time.sleep(chance.uniform(0.02, 0.5) if attempt else 0)
-        os.kill(child, signal.SIGKILL)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    assert killed
-    result = run(mixtral, dst)
-    assert 0 <= result.fresh < len(result.plan.lines)
-    assert digests(dst) == digests(finished)
 
 
 def test_another_recipe_is_refused(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
