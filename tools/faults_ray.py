@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.script import parser
-from tools.kill9 import digests, journal
+from tools.remains import digests, journal
 
 OURS = re.compile(
     r"a worker (died|ran out of memory) over .*; done again.* \(\d\)|compress: \d+ %.*"
