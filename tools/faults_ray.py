@@ -31,8 +31,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
+from benchmarks.lib.ray_nodes import Nodes
 from benchmarks.lib.script import parser
 from tools.remains import digests, journal
 
@@ -44,39 +44,6 @@ OURS = re.compile(
 FULL = re.compile(r"error: .*: the disk is full; nothing is lost: .*")
 ENDS = 120.0
 """Seconds after which a run that should have ended is a failure."""
-
-
-class Nodes:
-    """A head without cores, where the command runs, and two nodes of one core each."""
-
-    def __init__(self) -> None:
-        # Before Ray is imported: its word for one machine, loopback only.
-        os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-        from ray.cluster_utils import Cluster
-
-        self._common: dict[str, Any] = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
-        head = {"num_cpus": 0, "include_dashboard": False, **self._common}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes: list[Any] = []
-        self.fill()
-
-    @property
-    def address(self) -> str:
-        return str(self.cluster.address)
-
-    def fill(self) -> None:
-        """Two nodes again."""
-        while len(self.nodes) < 2:
-            self.nodes.append(self.cluster.add_node(num_cpus=1, **self._common))
-
-    def remove(self, chance: random.Random) -> bool:
-        """One node goes at once, with its processes."""
-        node = self.nodes.pop(chance.randrange(len(self.nodes)))
-        self.cluster.remove_node(node, allow_graceful=False)
-        return True
-
-    def close(self) -> None:
-        self.cluster.shutdown()
 
 
 def busy() -> list[int]:
@@ -109,6 +76,10 @@ class Run:
     def start(self) -> None:
         with self.errors.open("wb") as errors:
             self.child = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=errors)
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
 
     def begun(self) -> None:
         """Wait for the first bytes to be written, or for the end."""
@@ -147,13 +118,13 @@ class Faults:
         return False
 
     def node(self) -> bool:
-        self.nodes.remove(self.chance)
+        self.nodes.remove(self.chance.randrange(2))
         time.sleep(self.chance.uniform(0, 3))
         self.nodes.fill()
         return True
 
     def driver(self) -> bool:
-        self.run.child.send_signal(signal.SIGKILL)
+        self.run.kill()
         self.run.ended()
         self.run.start()
         return True
@@ -189,7 +160,7 @@ def small_disk(folder: Path, size: int, leave: ExitStack) -> Path | None:
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
         print("no file system may be mounted here: storage that is full is left out")
         return None
-    leave.callback(subprocess.run, ["umount", str(folder)], check=True)
+    leave.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
     return folder
 
 
@@ -205,7 +176,7 @@ def measure(arguments: argparse.Namespace, work: Path, leave: ExitStack) -> bool
     size = sum(p.stat().st_size for p in (work / "undisturbed").iterdir())
     print(f"one machine: {len(expected)} files, {size / 1e6:.1f} MB, {seconds:.1f} s of work", flush=True)
     disk = small_disk(work / "disk", size + 64 * 2**20, leave)
-    nodes = Nodes()
+    nodes = Nodes(2)
     leave.callback(nodes.close)
     print(f"{'fault':>5} {'kind':>8} {'run':>4} {'tensors noted':>14}")
     done: dict[str, int] = {}
@@ -214,6 +185,7 @@ def measure(arguments: argparse.Namespace, work: Path, leave: ExitStack) -> bool
     while sum(done.values()) < arguments.faults:
         runs += 1
         run = Run(arguments, work, dst, nodes.address)
+        leave.callback(run.kill)
         faults = Faults(run, nodes, chance, disk)
         for kind in _until_done(run, chance, list(faults.kinds), seconds):
             if faults.kinds[kind]():
@@ -262,7 +234,7 @@ def main() -> None:
     arguments = options.parse_args()
     work = Path(tempfile.mkdtemp(prefix="faults-ray-", dir=arguments.work))
     with ExitStack() as leave:
-        leave.callback(shutil.rmtree, work)
+        leave.callback(shutil.rmtree, work, ignore_errors=True)
         identical = measure(arguments, work, leave)
     sys.exit(0 if identical else 1)
 

@@ -1,0 +1,37 @@
+"""A Ray cluster of processes on this machine, on the loopback interface: Ray's own, for tests."""
+
+import os
+from typing import Any
+
+
+class Nodes:
+    """A head without cores, where the command runs, and so many nodes of one core each."""
+
+    def __init__(self, count: int) -> None:
+        # Before Ray is imported: its word for one machine, loopback only.
+        os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        from ray.cluster_utils import Cluster
+
+        self._common: dict[str, Any] = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
+        head = {"num_cpus": 0, "include_dashboard": False, **self._common}
+        self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self.count, self.nodes = count, list[Any]()
+        self.fill()
+
+    @property
+    def address(self) -> str:
+        """Of the head."""
+        return str(self.cluster.address)
+
+    def fill(self) -> None:
+        """All nodes again."""
+        while len(self.nodes) < self.count:
+            self.nodes.append(self.cluster.add_node(num_cpus=1, **self._common))
+
+    def remove(self, index: int) -> None:
+        """One node goes at once, with its processes."""
+        self.cluster.remove_node(self.nodes.pop(index), allow_graceful=False)
+
+    def close(self) -> None:
+        """All processes end."""
+        self.cluster.shutdown()
