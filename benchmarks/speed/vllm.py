@@ -40,7 +40,7 @@ def models(work: Path) -> dict[str, Path]:
     original, packed = work / "olmoe-2-layers", work / "olmoe-2-layers-packed"
     if not (original / "config.json").exists():
         config = AutoConfig.for_model(
-            "olmoe", num_hidden_layers=2, vocab_size=32000, max_position_embeddings=2048
+            "olmoe", num_hidden_layers=2, vocab_size=32000, max_position_embeddings=2048, eos_token_id=2
         )
         make_checkpoint(config, original)
     write_tokenizer(original)
@@ -49,7 +49,7 @@ def models(work: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def vllm(python: Path, folder: Path, length: int) -> Iterator[str]:
+def vllm(python: Path, folder: Path, length: int, *, eager: bool) -> Iterator[str]:
     """The address of a vLLM server, until the block ends."""
     port = free_port()
     command = [
@@ -105,7 +105,7 @@ def measure(server: str, folder: Path, options: argparse.Namespace) -> dict[int,
         return {
             clients: (speed, first) for clients, speed, first in served(folder, prompts, options, progress)
         }
-    with vllm(options.vllm, folder, 2 * (options.prompt + options.tokens)) as url:
+    with vllm(options.vllm, folder, 2 * (options.prompt + options.tokens), eager=options.eager) as url:
         found = bursts(url, prompts, options, progress, words=False)
         return {clients: (speed, first) for clients, speed, first in found}
 
@@ -128,6 +128,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64)
     options.add_argument("--repeat", type=int, default=2)
     options.add_argument("--vllm", type=Path, default=PYTHON, help="python of the environment with vLLM")
+    options.add_argument("--eager", action="store_true", help="let vLLM compile nothing: it starts faster")
     add_work(options, "the two models stay here for reuse")
     add_page(options, MARKER)
     add_output(options)

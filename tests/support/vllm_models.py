@@ -70,6 +70,9 @@ def packed_model(model_type: str, folder: Path, recipe: dict[str, Any]) -> Path:
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.ndim == 1 and bool((parameter == 1).all())
             parameter.copy_(1 + noise / 10 if is_norm else noise * (0.3 if "gate.weight" in name else 0.08))
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(torch.randn(bias.shape, generator=generator) / 5)
     model.save_pretrained(folder / "original")
     trilobite.compress(folder / "original", folder / "packed", recipe_from_dict(recipe, "test"))
     return folder / "packed"

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trilobite.errors import CheckpointError, ShapeError
-from trilobite.formats.slicing import columns, covering_columns, covering_rows, even_split, rows
+from trilobite.formats.slicing import Range, columns, covering_columns, covering_rows, even_split, rows
 from trilobite.formats.weight import PackedWeight, check
 from trilobite.kernels import ops
 from trilobite.kernels.expert_table import build
 from trilobite.kernels.layer import Codings, ExpertsLayer
 
 Parts = Mapping[str, Tensor]
-Range = tuple[int, int]
 
 
 def whole_weight(parts: Parts, shape: tuple[int, int], name: str) -> PackedWeight:
