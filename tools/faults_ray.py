@@ -42,7 +42,9 @@ OURS = re.compile(
 )
 """Lines that the command may print on standard error."""
 FULL = re.compile(r"error: .*: the disk is full; nothing is lost: .*")
-ENDS = 120.0
+PAUSE = 5.0
+"""Seconds between two faults at most, while there is work to disturb."""
+ENDS = 300.0
 """Seconds after which a run that should have ended is a failure."""
 
 
@@ -218,7 +220,7 @@ def _until_done(run: Run, chance: random.Random, kinds: list[str], seconds: floa
     while True:
         run.begun()
         with suppress(subprocess.TimeoutExpired):
-            run.child.wait(chance.uniform(0, seconds / 2))
+            run.child.wait(chance.uniform(0, min(seconds / 2, PAUSE)))
         if run.child.poll() is not None:
             return
         yield chance.choice(kinds)
