@@ -41,7 +41,7 @@ OURS = re.compile(
     r"|no node of the cluster has a core for us; waiting for one"
 )
 """Lines that the command may print on standard error."""
-FULL = re.compile(r"error: .*: the disk is full; nothing is lost: .*")
+FULL = re.compile(r"error: .*: (the disk is full; nothing is lost: |the rest needs .* GB, the disk has ).*")
 PAUSE = 5.0
 """Seconds between two faults at most, while there is work to disturb."""
 ENDS = 300.0

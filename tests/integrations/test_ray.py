@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +126,14 @@ def test_nobody_answers() -> None:
         RayWorkers("127.0.0.1:9"),
     ):
         pass
+
+
+def test_a_head_that_is_gone() -> None:
+    """Ray would end the process by itself, in many lines."""
+    workers = RayWorkers("local")
+    workers._ray, workers._head = SimpleNamespace(wait=lambda *_, **__: ([], [0])), "127.0.0.1:9"
+    with pytest.raises(ResourceError, match="head is gone; nothing is lost: run the same command again"):
+        workers._answer(None)
 
 
 def parent(process: int) -> int:

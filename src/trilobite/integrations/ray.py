@@ -32,7 +32,7 @@ from trilobite.quantize.run.options import usable_cores
 LOCAL, AUTO = "local", "auto"
 DEATHS = 8
 """Workers that may die over one task before the run ends: then it is the task that kills them."""
-PATIENCE = 30.0
+PATIENCE = 10.0
 """Seconds between looks at a cluster that does not answer a task."""
 FRESH = 2.0
 """Seconds for which the number of cores is believed."""
@@ -87,6 +87,7 @@ class RayWorkers:
         self._cores, self._asked = 1, -math.inf
         self._largest = 0.0
         self._waiting = self._left = False
+        self._head = address
         self._job: Job | None = None
         self._shared: Any = None
         self.nodes: dict[str, NodeRate] = {}
@@ -94,8 +95,10 @@ class RayWorkers:
     def __enter__(self) -> "RayWorkers":
         """Start a cluster on this machine, or join one. Raises ResourceError where there is none."""
         address = self._address
-        if address not in (LOCAL, AUTO):
-            _check_reach(address)
+        if address not in (LOCAL, AUTO) and not _answers(address):
+            raise ResourceError(
+                f"ray {address}: nobody answers there; check the address, or start a cluster: `ray start --head`"
+            )
         options: dict[str, Any] = {"address": address}
         if address == LOCAL:
             options |= {"num_cpus": self._count or usable_cores(), "include_dashboard": False}
@@ -107,6 +110,7 @@ class RayWorkers:
                     f"ray {address}: no cluster can be joined ({one_line(e)}); start one with `ray start`, or choose "
                     "--ray local"
                 ) from e
+        self._head = str(found.address_info["gcs_address"])
         if url := getattr(found, "dashboard_url", ""):
             self._note(f"Ray's dashboard: http://{url}")
         # Retried here, not by Ray: it would do so side by side with what took the memory.
@@ -174,6 +178,11 @@ class RayWorkers:
     def _answer(self, sent: Any) -> tuple[str, str, list[Record]]:
         """What a task returns, or raises."""
         while not self._ray.wait([sent], timeout=PATIENCE)[0]:
+            if not _answers(self._head):  # Ray would abort this process a minute later
+                raise ResourceError(
+                    f"ray {self._head}: the cluster's head is gone; nothing is lost: run the same command again, on a "
+                    "cluster or without one"
+                )
             self.slots()
             if not self._cores and not self._waiting:
                 self._note("no node of the cluster has a core for us; waiting for one")
@@ -259,15 +268,14 @@ def _is_loopback(address: str) -> bool:
     return address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
 
 
-def _check_reach(address: str) -> None:
-    """Ray itself would try for minutes. Raises ResourceError."""
+def _answers(address: str) -> bool:
+    """Whether anybody listens at HOST:PORT. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH).close()
-    except (OSError, OverflowError) as e:
-        raise ResourceError(
-            f"ray {address}: nobody answers there ({one_line(e)}); check the address, or start one: `ray start --head`"
-        ) from e
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 @contextmanager
