@@ -76,6 +76,7 @@ class Run:
         self.start()
 
     def start(self) -> None:
+        self.noted = journal(self.dst)
         with self.errors.open("wb") as errors:
             self.child = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=errors)
 
@@ -84,8 +85,8 @@ class Run:
         self.child.wait()
 
     def begun(self) -> None:
-        """Wait for the first bytes to be written, or for the end."""
-        while self.child.poll() is None and not journal(self.dst):
+        """Wait for the first tensors of this command to be noted, or for its end."""
+        while self.child.poll() is None and journal(self.dst) <= self.noted:
             time.sleep(0.05)
 
     def ended(self, *, expected: re.Pattern[str] | None = None) -> int:
