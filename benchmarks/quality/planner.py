@@ -17,8 +17,6 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.lib.markdown import table
 from benchmarks.lib.packed import pack
 from benchmarks.lib.scoring import open_bench
@@ -33,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LEAST, MOST = 2.5, 6.0
 """Bits of the budgets."""
 SPREAD = 1.5
-CPU = torch.device("cpu")
 Sensitivities = Mapping[str, float]
 
 
@@ -63,9 +60,7 @@ def plans(source: Source, measured: Sensitivities, count: int) -> list[tuple[Rec
         place, kind = i // 2 / max(1, (count - 1) // 2), ("planned", "random")[i % 2]
         bits = LEAST * (MOST / LEAST) ** (place if kind == "planned" else chance.random())
         wrong = {name: a * exp(SPREAD * chance.gauss(0, 1)) for name, a in priors.items()}
-        planned = plan_within(
-            source, Budget(bits=bits, sensitivities=wrong if kind == "random" else {}), device=CPU, jobs=2
-        )
+        planned = plan_within(source, Budget(bits=bits, sensitivities=wrong if kind == "random" else {}))
         rows = planned.account["choices"]
         point = Point(
             name=f"{kind}-{i}",
@@ -80,7 +75,7 @@ def plans(source: Source, measured: Sensitivities, count: int) -> list[tuple[Rec
 
 def _choices(source: Source, bits: float, sensitivities: Sensitivities) -> Sequence[Mapping[str, Any]]:
     budget = Budget(bits=bits, sensitivities=sensitivities)
-    rows: Sequence[Mapping[str, Any]] = plan_within(source, budget, device=CPU, jobs=2).account["choices"]
+    rows: Sequence[Mapping[str, Any]] = plan_within(source, budget).account["choices"]
     return rows
 
 
@@ -95,7 +90,7 @@ def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
 def measure(model: Path, args: argparse.Namespace) -> list[Point]:
     """Pack and score the plans of one model."""
     source = open_source(str(model))
-    sensitivity = measure_sensitivity(source, tokens=TOKENS, device=CPU, jobs=2)
+    sensitivity = measure_sensitivity(source, tokens=TOKENS)
     made = plans(source, sensitivity["sensitivities"], args.plans)
     packed = {p.name: pack(model, recipe, args.work, frequency=None, fresh=True).path for recipe, p in made}
     bench = open_bench(model, args.text, context=args.context, tokens=args.tokens, memory=args.memory)

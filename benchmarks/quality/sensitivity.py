@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_page, parser, publish
 from trilobite.checkpoint.source import open_source
@@ -91,9 +89,7 @@ def main() -> None:
     args = _arguments()
     by_model: dict[str, dict[str, Course]] = {}
     for model in args.models:
-        measured = measure_sensitivity(
-            open_source(str(model)), tokens=args.tokens, device=torch.device("cpu"), jobs=args.jobs
-        )
+        measured = measure_sensitivity(open_source(str(model)), tokens=args.tokens)
         by_model[model.name] = courses(measured)
         print(f"{model.name}: {sum(row['kl'] for row in measured['measured']):.4f} of all units", flush=True)
     families: dict[str, list[dict[str, Course]]] = {}
@@ -125,7 +121,6 @@ def _arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("models", type=Path, nargs="+", help="folders of original checkpoints")
     options.add_argument("--tokens", type=int, default=TOKENS)
-    options.add_argument("--jobs", type=int, default=2)
     options.add_argument("--write", action="store_true", help="replace the table that the planner ships with")
     add_page(options, "sensitivity")
     return options.parse_args()

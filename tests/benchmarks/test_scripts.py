@@ -18,6 +18,7 @@ from benchmarks.gpu import offload as gpu_offload
 from benchmarks.lib import packed
 from benchmarks.quality import (
     analyses,
+    budgets,
     codebooks,
     offload_mixes,
     offload_traces,
@@ -214,6 +215,13 @@ def test_planner(run: Any, model: Path, text: Path, work: Path, tmp_path: Path) 
     assert all(kl > 0 and predicted > 0 for *_, predicted, kl in found["points"])
     assert planner.correlation([1, 2, 3, 4], [1.0, 2.5, 3.0, 9.0]) == 1
     assert planner.correlation([1, 2, 3, 4], [4, 3, 2, 1]) == -1
+
+
+def test_budgets(run: Any, model: Path, text: Path, work: Path) -> None:
+    options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
+    found = run(budgets, model, *options, "--recipes", "fine3", "--bits 3.5625")
+    assert list(found["kl"]) == ["fine3", "--bits 3.5625"]
+    assert 3 < found["bits"]["--bits 3.5625"] <= 3.5625
 
 
 def test_sensitivity(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

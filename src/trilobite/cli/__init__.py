@@ -25,7 +25,7 @@ from trilobite.errors import TrilobiteError
 app = typer.Typer(
     name="trilobite",
     help="Make Mixture-of-Experts language models small enough for your machine, and run them there.",
-    epilog="Begin with: trilobite compress MODEL OUT -r milo-s1, then trilobite chat OUT.",
+    epilog="Begin with: trilobite compress MODEL OUT --bits 3.5, then trilobite chat OUT.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

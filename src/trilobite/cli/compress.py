@@ -146,10 +146,10 @@ def compress(
     Killed or interrupted at any moment, the same command continues and ends with the same bytes.
 
     \b
-    Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-3bit --recipe milo-s1
+    Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-3bit --bits 3.5
 
     \b
-    Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-18gb --size 18GB
+    Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-3bit --recipe milo-s1
 
     \b
     Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-gptq -r gptq3 --calibration wiki.txt
@@ -297,6 +297,9 @@ def plan(
     Nothing is quantized or written; a kurtosis-r rank reads the weights once.
 
     \b
+    Example: trilobite plan mistralai/Mixtral-8x7B-v0.1 --size 20GB
+
+    \b
     Example: trilobite plan mistralai/Mixtral-8x7B-v0.1 --recipe milo-s1 --group-size 128
     """
     budget = chosen_budget(
@@ -320,7 +323,7 @@ def plan(
     from trilobite.quantize.plan.report import report
     from trilobite.quantize.plan.runtimes import RUNTIMES
     from trilobite.quantize.run.compress import prepare
-    from trilobite.quantize.run.options import Options, pick_device
+    from trilobite.quantize.run.options import Options
     from trilobite.quantize.run.planned import plan_within
     from trilobite.quantize.watcher import Watcher
 
@@ -328,14 +331,8 @@ def plan(
     with quiet() if budget else nullcontext(), Progress() as bars:
         watcher = Watcher(progress=bars.show, note=note)
         if budget:
-            device = pick_device("auto")
             planned = plan_within(
-                source,
-                budget,
-                keep_unmatched=keep_unmatched,
-                device=device,
-                jobs=Options().threads(device),
-                watcher=watcher,
+                source, budget, keep_unmatched=keep_unmatched, options=Options(watcher=watcher)
             )
             chosen, account = planned.recipe, planned.account
         else:

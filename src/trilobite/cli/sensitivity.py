@@ -51,22 +51,19 @@ def sensitivity(
         check_output(output, text)
     from trilobite.checkpoint.source import open_source
     from trilobite.quantize.calibrate.windows import Calibration
-    from trilobite.quantize.run.options import Options, pick_device
+    from trilobite.quantize.run.options import Options
     from trilobite.quantize.run.sensitivity import measure_sensitivity
     from trilobite.quantize.watcher import Watcher
 
     source = open_source(src, revision=revision)
     calibration = None if text is None else Calibration(text=text, samples=SAMPLES, propagate="original")
-    device = pick_device("auto")
     with quiet(), Progress() as bars:
         found = measure_sensitivity(
             source,
             tokens=tokens,
             calibration=calibration,
             keep_unmatched=keep_unmatched,
-            device=device,
-            jobs=Options().threads(device),
-            watcher=Watcher(progress=bars.show, note=note),
+            options=Options(watcher=Watcher(progress=bars.show, note=note)),
         )
         bars.complete()
     if output is not None:

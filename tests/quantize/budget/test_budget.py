@@ -27,8 +27,6 @@ from trilobite.quantize.run.planned import Planned, plan_within
 from trilobite.recipe import Role, recipe_from_dict
 from trilobite.runtime.load import load
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,7 +37,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(path: Path, budget: Budget) -> Planned:
-    return plan_within(open_source(str(path)), budget, device=CPU)
+    return plan_within(open_source(str(path)), budget)
 
 
 @pytest.mark.parametrize("bits", [2.6, 3.3, 4.0, 6.5])

@@ -17,8 +17,6 @@ from trilobite.quantize.methods.registry import METHODS
 from trilobite.quantize.run import planned, sensitivity
 from trilobite.quantize.run.sensitivity import PROBE, measure_sensitivity
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,7 +33,7 @@ def test_as_the_whole_model_with_one_part_rounded(original: Path, monkeypatch: p
     source = open_source(str(original))
     monkeypatch.setattr(planned, "find_streams", lambda *_: [])
     monkeypatch.setattr(sensitivity, "of_columns", lambda *_: torch.ones(64))
-    found = measure_sensitivity(source, tokens=96, calibration=calibration, device=CPU)
+    found = measure_sensitivity(source, tokens=96, calibration=calibration)
     row = next(r for r in found["measured"] if (r["layer"], r["part"]) == ("1", "q, k, v"))
 
     ids = draw_windows(source, calibration).ids[:3]
@@ -54,10 +52,10 @@ def test_as_the_whole_model_with_one_part_rounded(original: Path, monkeypatch: p
 
 def test_every_part_is_measured_and_understood_by_the_planner(original: Path) -> None:
     source = open_source(str(original))
-    found = measure_sensitivity(source, tokens=64, device=CPU)
+    found = measure_sensitivity(source, tokens=64)
     parts = ["attention: q, k, v", "attention: o", "expert: gate, up", "expert: down"]
     assert list(found["sensitivities"]) == [f"{layer} {part}" for layer in (0, 1) for part in parts]
-    choice = planned.plan_within(source, Budget(bits=3.3, sensitivities=found["sensitivities"]), device=CPU)
+    choice = planned.plan_within(source, Budget(bits=3.3, sensitivities=found["sensitivities"]))
     used = {f"{r['layer']} {r['role']}: {r['part']}": r["sensitivity"] for r in choice.account["choices"]}
     assert used == pytest.approx(found["sensitivities"])
 
@@ -65,4 +63,4 @@ def test_every_part_is_measured_and_understood_by_the_planner(original: Path) ->
 def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
     build_checkpoint("nllb-moe", tmp_path / "nllb")
     with pytest.raises(CalibrationError, match="measured of decoder-only models"):
-        measure_sensitivity(open_source(str(tmp_path / "nllb")), device=CPU)
+        measure_sensitivity(open_source(str(tmp_path / "nllb")))

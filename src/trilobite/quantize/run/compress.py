@@ -105,13 +105,7 @@ def compress(
         if calibration is not None:  # quantized blocks are not known before the recipe is
             calibration = replace(calibration, propagate="original")
         planned = kept_plan(dst, recipe) or plan_within(
-            source,
-            recipe,
-            keep_unmatched=keep_unmatched,
-            calibration=calibration,
-            device=device,
-            jobs=options.threads(device),
-            watcher=options.watcher,
+            source, recipe, keep_unmatched=keep_unmatched, calibration=calibration, options=options
         )
         recipe = planned.recipe
     source = with_column_scales(source, recipe, keep_unmatched=keep_unmatched)
@@ -140,9 +134,8 @@ def compress(
     if finished:
         shutil.rmtree(dst / PARTIAL, ignore_errors=True)  # an earlier run was killed while it cleaned up
         return Result(plan=plan, records={}, seconds=time.monotonic() - started, fresh=0)
-    if (
-        calibrator and not calibrator.measured
-    ):  # before anything is written: not every model can be run block by block
+    # Before anything is written: not every model can be run block by block.
+    if calibrator and not calibrator.measured:
         calibrator.build(source, [line.matrix for line in plan.lines], device)
     with PackedWriter(dst, [_unit(line) for line in plan.lines], identity) as writer:
         keep_ranks(writer, plan)

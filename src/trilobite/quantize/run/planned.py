@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trilobite.checkpoint.packed import PARTIAL, REPORT
 from trilobite.checkpoint.roles import Matrix, identify, text_config
 from trilobite.checkpoint.source import Source
@@ -19,7 +17,7 @@ from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.columns.choose import with_column_scales
 from trilobite.quantize.columns.streams import find_streams
 from trilobite.quantize.run.calibrated import Calibrator, open_calibration
-from trilobite.quantize.watcher import SILENT, Watcher
+from trilobite.quantize.run.options import Options
 from trilobite.recipe import Recipe, Rule, recipe_from_dict
 
 IDENTITY = "identity.json"
@@ -43,9 +41,7 @@ def plan_within(
     *,
     keep_unmatched: bool = False,
     calibration: Calibration | None = None,
-    device: torch.device,
-    jobs: int = 1,
-    watcher: Watcher = SILENT,
+    options: Options | None = None,
 ) -> Planned:
     """The recipe of least predicted loss within a budget; the same one every time.
 
@@ -55,6 +51,9 @@ def plan_within(
     # Brings transformers along, which `trilobite --help` need not wait for.
     from trilobite.quantize.plan.expected import unfit_matrices
 
+    options = options or Options()
+    device = options.pick_device()
+    jobs, watcher = options.threads(device), options.watcher
     matrices = identify(source, keep_unmatched=keep_unmatched)
     unfit = unfit_matrices(source, matrices, keep_unmatched=keep_unmatched)
     recipe = frame(source, matrices, budget, calibration)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trilobite.checkpoint.roles import identify, text_config
@@ -23,8 +22,8 @@ from trilobite.quantize.columns.choose import with_column_scales
 from trilobite.quantize.plan.plan import PlanLine, make_plan
 from trilobite.quantize.run.calibrated import open_calibration
 from trilobite.quantize.run.lines import quantize_line
+from trilobite.quantize.run.options import Options
 from trilobite.quantize.run.planned import frame
-from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import BODY_ROLES, Rule, parse_format
 
 PROBE = parse_format("int3-g16-super")
@@ -39,9 +38,7 @@ def measure_sensitivity(
     tokens: int = TOKENS,
     calibration: Calibration | None = None,
     keep_unmatched: bool = False,
-    device: torch.device,
-    jobs: int = 1,
-    watcher: Watcher = SILENT,
+    options: Options | None = None,
 ) -> dict[str, Any]:
     """Round one unit at a time, with column scales and importance as a planned recipe has them, and see what it costs.
 
@@ -51,6 +48,9 @@ def measure_sensitivity(
     # Brings transformers along, which `trilobite --help` need not wait for.
     from trilobite.quantize.plan.expected import unfit_matrices
 
+    options = options or Options()
+    device = options.pick_device()
+    jobs, watcher = options.threads(device), options.watcher
     if text_config(source).get("is_encoder_decoder"):
         raise CalibrationError(
             f"{source.path}: sensitivity is measured of decoder-only models; plan without it"
