@@ -206,8 +206,8 @@ def test_speed_of_the_engine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(cpu, "--quick", "--only", "overhead")["overhead"]
 
 
-def test_planner(run: Any, model: Path, text: Path, work: Path, tmp_path: Path) -> None:
-    options = ("--text", text, "--context", CONTEXT, "--tokens", 4 * CONTEXT, "--work", work)
+def test_planner(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    options = ("--text", text, "--context", CONTEXT, "--tokens", 4 * CONTEXT)
     figure = tmp_path / "planner.png"
     found = run(planner, model, *options, "--plans", 4, "--figure", figure)["models"][model.name]
     assert figure.stat().st_size > 10_000

@@ -29,15 +29,12 @@ class Choice:
     account: Mapping[str, Any]
 
 
-def choose(
-    question: Question, importance: Importance | None, *, jobs: int = 1, watcher: Watcher = SILENT
-) -> Choice:
+def choose(question: Question, errors: Sequence[Sequence[float]], importance: Importance | None) -> Choice:
     """The recipe of least predicted loss within the budget.
 
-    importance: None = all columns count alike    Raises WeightError that names a matrix.
+    errors: of `measure_errors`    importance: what they were weighed by, which knows how many tokens experts saw
     """
     units, candidates = question.units, question.candidates
-    errors = _errors(question, importance, jobs, watcher)
     sensitivities = _sensitivities(question, importance)
     options = [
         [Option(nbytes=question.nbytes(unit, c), loss=a * of_unit[c]) for c in range(len(candidates))]
@@ -55,10 +52,13 @@ def choose(
     return Choice(recipe=recipe, account=account(question, found))
 
 
-def _errors(
-    question: Question, importance: Importance | None, jobs: int, watcher: Watcher
+def measure_errors(
+    question: Question, importance: Importance | None, *, jobs: int = 1, watcher: Watcher = SILENT
 ) -> list[list[float]]:
-    """By unit and candidate: the mean normalized error of the matrices that stand for the unit."""
+    """By unit and candidate: the mean normalized error of the matrices that stand for the unit.
+
+    importance: None = all columns count alike    Raises WeightError that names a matrix.
+    """
     needed = sorted({i for unit in question.units for i in _standing(question, unit)})
 
     def measure(i: int) -> list[float]:

@@ -10,8 +10,8 @@ from typing import Any
 from trilobite.checkpoint.packed import PARTIAL, REPORT
 from trilobite.checkpoint.roles import Matrix, identify, text_config
 from trilobite.checkpoint.source import Source
-from trilobite.quantize.budget.candidates import ask
-from trilobite.quantize.budget.choose import choose
+from trilobite.quantize.budget.candidates import Question, ask
+from trilobite.quantize.budget.choose import choose, measure_errors
 from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.columns.choose import with_column_scales
@@ -48,10 +48,29 @@ def plan_within(
     Reads some rows of the weights; where importance counts, runs the original model once, block by block.
     Raises BudgetError, and what `prepare` raises; nothing is written.
     """
+    options = options or Options()
+    question, calibrator = question_of(
+        source, budget, keep_unmatched=keep_unmatched, calibration=calibration, options=options
+    )
+    importance = None if calibrator is None else calibrator.measured
+    jobs = options.threads(options.pick_device())
+    errors = measure_errors(question, importance, jobs=jobs, watcher=options.watcher)
+    choice = choose(question, errors, importance)
+    return Planned(recipe=choice.recipe, account=choice.account, calibrator=calibrator)
+
+
+def question_of(
+    source: Source,
+    budget: Budget,
+    *,
+    keep_unmatched: bool,
+    calibration: Calibration | None,
+    options: Options,
+) -> tuple[Question, Calibrator | None]:
+    """What there is to choose from, and what measured the importance of columns, where that counts."""
     # Brings transformers along, which `trilobite --help` need not wait for.
     from trilobite.quantize.plan.expected import unfit_matrices
 
-    options = options or Options()
     device = options.pick_device()
     jobs, watcher = options.threads(device), options.watcher
     matrices = identify(source, keep_unmatched=keep_unmatched)
@@ -66,9 +85,7 @@ def plan_within(
         calibrator.build(source, matrices, device)
         with tempfile.TemporaryDirectory() as workspace:
             calibrator.measure(question.plans[0].lines, jobs=jobs, workspace=Path(workspace), watcher=watcher)
-    importance = None if calibrator is None else calibrator.measured
-    choice = choose(question, importance, jobs=jobs, watcher=watcher)
-    return Planned(recipe=choice.recipe, account=choice.account, calibrator=calibrator)
+    return question, calibrator
 
 
 def frame(
