@@ -369,9 +369,9 @@ def test_killed_while_tuned_values_move_to_their_places(
     mixtral: Path, text: Path, finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of them are in the packed files when the plug is pulled; a damaged file of them is made again."""
-    import trilobite.checkpoint.packed as packed
+    from trilobite.checkpoint import places
 
-    dst, real = tmp_path / "dst", packed.write_at
+    dst, real = tmp_path / "dst", places.write_at
     moving: list[int] = []
 
     def pwrite(*args: Any) -> None:
@@ -386,7 +386,7 @@ def test_killed_while_tuned_values_move_to_their_places(
         real(self, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packed, "write_at", pwrite)
+        patch.setattr(places, "write_at", pwrite)
         patch.setattr(PackedWriter, "rewrite", rewrite)
         with pytest.raises(PlugPulled):
             run(mixtral, dst, tuning(text, "full"), "quip2")
