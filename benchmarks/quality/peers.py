@@ -98,7 +98,7 @@ def measure(model: Path, ggml: Ggml, args: argparse.Namespace) -> list[dict[str,
     bench = open_bench(model, args.text, context=args.context, tokens=args.tokens)
     peers = Peers(model, ggml, args.calibration, args.context)
     rows = []
-    for data, recipes in ((False, free_recipes()), (True, text_recipes())):
+    for data, recipes in ((False, free_recipes()), (True, {} if args.free else text_recipes())):
         packed = {
             name: pack(model, r, args.work, frequency=None, calibration=peers.calibration)
             for name, r in recipes.items()
@@ -109,7 +109,8 @@ def measure(model: Path, ggml: Ggml, args: argparse.Namespace) -> list[dict[str,
             for name, p in packed.items()
         ]
     head = decoded(args.work / model.name / "search3")[HEAD]
-    for data, importance in ((False, None), (True, peers.importance(args.work / model.name / "importance"))):
+    for data in (False,) if args.free else (False, True):
+        importance = peers.importance(args.work / model.name / "importance") if data else None
         for name in TYPES:
             if data or not ggml.needs_importance(name):
                 tensors, bits = peers.rounded(name, head, importance)
@@ -154,7 +155,8 @@ def report(measured: Mapping[str, list[dict[str, Any]]], text: str, tokens: int)
             for r in sorted(first, key=lambda r: r["bits"])
             if r["data"] is data
         ]
-        parts.append(f"{title}:\n\n{table(('recipe or type', *measured), cells)}")
+        if cells:
+            parts.append(f"{title}:\n\n{table(('recipe or type', *measured), cells)}")
     head = f"KL in nats (bits of a weight), first {tokens:,} tokens of {text}; ours in bold."
     return "\n\n".join([head, *parts])
 
@@ -166,6 +168,7 @@ def main() -> None:
     options.add_argument(
         "--calibration", type=Path, default=TRAINING_TEXT, help="text for those that take one"
     )
+    options.add_argument("--free", action="store_true", help="only what needs no text")
     add_text(options, tokens=12288)
     add_work(options)
     add_page(options, "peers")

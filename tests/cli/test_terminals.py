@@ -30,6 +30,7 @@ COMMANDS = {
     "compress": "compress {original} {out} -r rtn3 --device cpu --jobs 1",
     "plan": "plan {original} -r milo-s1 --tensors",
     "recipes": "recipes",
+    "sensitivity": "sensitivity {original} --text {text} --tokens 128 -o {out}.json",
     "inspect": "inspect {packed}",
     "report": "report {packed} -o {out}.html",
     "verify": "verify {packed}",
