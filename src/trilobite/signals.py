@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+GRACE = 0.3
+"""Seconds that the main thread has to answer before another one does."""
 SHOW_CURSOR = "\x1b[?25h"
 
 _state: Callable[[], str] | None = None
@@ -42,6 +44,28 @@ def keep_terminal() -> None:
     import termios  # where there is no such module, there is no editor of lines either
 
     _terminal = termios.tcgetattr(0)
+
+
+def answer_beside_an_editor() -> None:
+    """Answer SIGTERM from a thread where this one does not.
+
+    An editor of lines looks whether a signal came, and then waits for a key: one that comes in between wakes nobody.
+    """
+    import threading
+
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    threading.Thread(target=_answer_late, args=(read,), daemon=True).start()
+
+
+def _answer_late(read: int) -> None:
+    import time
+
+    while number := os.read(read, 1):
+        if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _stop:
+            time.sleep(GRACE)
+            _stop(signal.SIGTERM, None)
 
 
 class Patience:

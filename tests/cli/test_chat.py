@@ -316,6 +316,26 @@ def test_a_signal_at_the_prompt_gives_the_terminal_back(packed: Path) -> None:
         screen.close()
 
 
+def test_a_signal_that_the_editor_misses_is_answered() -> None:
+    """The main thread waits in a call that no signal interrupts: all that is known of one is that it came."""
+    deaf = (
+        "import os, signal, trilobite.signals as s; s.answer_signals(); s.answer_beside_an_editor(); "
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); print(flush=True); os.read(0, 1)"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", deaf], stdin=pipe, stdout=pipe, stderr=pipe) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.5)  # until it waits
+        child.send_signal(signal.SIGTERM)
+        try:
+            assert child.wait(20) == 128 + signal.SIGTERM
+        finally:
+            child.kill()
+        assert child.stderr is not None
+        assert child.stderr.read() == b"terminated\n"
+
+
 def test_a_second_ctrl_c_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(signals, "_stop", lambda number, frame: ended.append(number))

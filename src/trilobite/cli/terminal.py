@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trilobite.cli.console import note
-from trilobite.signals import keep_terminal
+from trilobite.signals import answer_beside_an_editor, keep_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +30,7 @@ class Input:
             import readline  # noqa: F401 - from now on input() edits lines and remembers them
 
             keep_terminal()
+            answer_beside_an_editor()
 
     def read(self) -> str | None:
         """The next message, stripped, perhaps empty; None at the end."""
