@@ -12,6 +12,7 @@ from trilobite.cli import (
     evaluate,
     inspect,
     offload,
+    plan,
     report,
     run,
     sensitivity,
@@ -33,8 +34,8 @@ app = typer.Typer(
 )
 for command in (
     compress.compress,
-    compress.plan,
-    compress.recipes,
+    plan.plan,
+    plan.recipes,
     sensitivity.sensitivity,
     inspect.inspect,
     report.report,

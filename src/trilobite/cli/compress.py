@@ -1,6 +1,5 @@
-"""compress, plan, recipes: from an original checkpoint to a packed one."""
+"""compress: from an original checkpoint to a packed one."""
 
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,7 +47,6 @@ from trilobite.cli.options import (
     RankOption,
     RecipeOption,
     RevisionOption,
-    RoomOption,
     RuntimeOption,
     SamplesOption,
     SaveHessiansOption,
@@ -67,7 +65,6 @@ from trilobite.signals import tell_state
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trilobite.quantize.plan.plan import Plan
     from trilobite.quantize.plan.report import Report
     from trilobite.quantize.run.compress import Result
 
@@ -76,7 +73,7 @@ SCARCE = 20
 COLUMNS = ("role", "format", "tensors", "params", "bytes", "bits/weight", "rank", "error")
 
 
-def _fixed(
+def fixed_options(
     group_size: int | None,
     rank: str | None,
     method: str | None,
@@ -167,7 +164,7 @@ def compress(
         keep=keep,
         columns=columns,
         importance=importance,
-        fixed=_fixed(group_size, rank, method, compensator, iterations, stats),
+        fixed=fixed_options(group_size, rank, method, compensator, iterations, stats),
     )
     chosen = budget or chosen_recipe(
         recipe, keep, group_size, rank, method, compensator, iterations, columns, importance
@@ -267,125 +264,6 @@ def _print_scarce(tensors: "Sequence[Mapping[str, Any]]") -> None:
             print(f"… and {len(rows) - SCARCE} more; trilobite.json lists all (`tokens`, `own`)\n")
 
 
-def plan(
-    src: SourceArgument,
-    recipe: RecipeOption = None,
-    bits: BitsOption = None,
-    size_: SizeOption = None,
-    fit: FitOption = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    keep: KeepOption = None,
-    group_size: GroupOption = None,
-    rank: RankOption = None,
-    method: MethodOption = None,
-    compensator: CompensatorOption = None,
-    iterations: IterationsOption = None,
-    columns: ColumnsOption = None,
-    importance: ImportanceOption = None,
-    stats: StatsOption = None,
-    context: RoomOption = None,
-    per_expert: PerExpertOption = False,
-    ranks: RanksOption = None,
-    sensitivity: SensitivityOption = None,
-    keep_unmatched: UnmatchedOption = False,
-    runtime: RuntimeOption = None,
-    revision: RevisionOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Show what compress would make, by role.
-
-    Nothing is quantized or written; a kurtosis-r rank reads the weights once.
-
-    \b
-    Example: trilobite plan mistralai/Mixtral-8x7B-v0.1 --size 20GB
-
-    \b
-    Example: trilobite plan mistralai/Mixtral-8x7B-v0.1 --recipe milo-s1 --group-size 128
-    """
-    budget = chosen_budget(
-        src,
-        bits,
-        size_,
-        fit,
-        recipe=recipe,
-        context=context,
-        per_expert=per_expert,
-        ranks=ranks,
-        sensitivity=sensitivity,
-        keep=keep,
-        columns=columns,
-        importance=importance,
-        fixed=_fixed(group_size, rank, method, compensator, iterations, stats),
-    )
-    from trilobite.checkpoint.source import open_source
-    from trilobite.quantize.columns.choose import with_column_scales
-    from trilobite.quantize.plan.plan import plan_json
-    from trilobite.quantize.plan.report import report
-    from trilobite.quantize.plan.runtimes import RUNTIMES
-    from trilobite.quantize.run.compress import prepare
-    from trilobite.quantize.run.options import Options
-    from trilobite.quantize.run.planned import plan_within
-    from trilobite.quantize.watcher import Watcher
-
-    source, account = open_source(src, revision=revision), None
-    with quiet() if budget else nullcontext(), Progress() as bars:
-        watcher = Watcher(progress=bars.show, note=note)
-        if budget:
-            planned = plan_within(
-                source, budget, keep_unmatched=keep_unmatched, options=Options(watcher=watcher)
-            )
-            chosen, account = planned.recipe, planned.account
-        else:
-            chosen = chosen_recipe(
-                recipe, keep, group_size, rank, method, compensator, iterations, columns, importance
-            )
-        source = with_column_scales(source, chosen, keep_unmatched=keep_unmatched)
-        made = prepare(
-            source, chosen, frequency=frequencies(stats), keep_unmatched=keep_unmatched, watcher=watcher
-        )
-        bars.complete()
-    if runtime:
-        RUNTIMES[runtime](made)
-    if json:
-        sys.stdout.write(plan_json(made, account))
-        return
-    if account:
-        print_account(account)
-    summary = report(made.to_dict()["tensors"])
-    if tensors:
-        _print_tensors(made)
-    print_report(summary, f"{src}, recipe {chosen.name}, ranks {made.rank or 'none'}")
-    print_kept(summary)
-    print("This counts tensor data; headers, index and tokenizer files come on top. Nothing was written.")
-
-
-def recipes(
-    name: Annotated[
-        str | None, typer.Argument(help="A preset or a YAML file, to print.", metavar="NAME")
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """List the presets, or print one as YAML.
-
-    \b
-    Example: trilobite recipes milo-s1 > mine.yaml
-    """
-    from trilobite.recipe import PRESETS, load_recipe
-
-    if name is not None:
-        data = load_recipe(name).to_dict()
-        if json:
-            print_json(data)
-            return
-        import yaml
-
-        print(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110), end="")
-    elif json:
-        print_json({r.name: r.to_dict() | {"summary": r.summary} for r in PRESETS.values()})
-    else:
-        print_table(("recipe", "what it does"), [(r.name, r.summary) for r in PRESETS.values()], left=2)
-
-
 def print_report(made: "Report", title: str) -> None:
     """The table by role, with every byte of the folder where there is one."""
     rows = [
@@ -417,18 +295,3 @@ def print_kept(made: "Report") -> None:
     rows = [(role, reason, str(tensors), count(numel)) for role, reason, tensors, numel in made.kept]
     if rows:
         print_table(("kept", "because", "tensors", "params"), rows, left=2)
-
-
-def _print_tensors(made: "Plan") -> None:
-    rows = [
-        (
-            line.matrix.name,
-            str(line.format or "16 bit"),
-            "x".join(map(str, line.matrix.shape)),
-            str(line.rank or ""),
-            size(line.nbytes),
-            line.note,
-        )
-        for line in made.lines
-    ]
-    print_table(("tensor", "format", "shape", "rank", "bytes", "note"), rows, left=2)
