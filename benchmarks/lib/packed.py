@@ -21,7 +21,7 @@ from trilobite.quantize.plan.plan import Plan
 from trilobite.quantize.run.calibrated import Calibrator
 from trilobite.quantize.run.compress import compress, prepare
 from trilobite.quantize.run.options import Options
-from trilobite.recipe import PRESETS, Recipe, needs_calibration
+from trilobite.recipe import BODY_ROLES, PRESETS, Recipe, needs_calibration
 from trilobite.runtime.load import load, load_tokenizer
 
 FREQUENCY_TOKENS = 65_536
@@ -32,7 +32,7 @@ Frequency = dict[str, list[int]]
 class Packed:
     """One compressed model on disk.
 
-    bits: per parameter, every byte counted    body: per weight of the quantized matrices but the 8-bit head
+    bits: per parameter, every byte counted    body: per quantized weight of attention, MLPs and experts
     """
 
     name: str
@@ -90,8 +90,7 @@ def pack(
         result = run()
     if result.fresh:
         clock.write_text(f"{result.seconds:.3f}\n")
-    lines = [line for line in result.plan.lines if line.format is not None and line.format.bits < 8]
-    lines = lines or [line for line in result.plan.lines if line.format is not None]
+    lines = [line for line in result.plan.lines if line.format and line.matrix.role in BODY_ROLES]
     size = bytes_on_disk(folder)
     return Packed(
         name=recipe.name,

@@ -1,183 +1,218 @@
-"""What others lose at as many bits: llama.cpp's weight types beside our recipes, in the same model on the same text.
+"""What others lose at as many bits, in the same model on the same text.
 
-    python -m benchmarks.quality.peers MODEL... --ggml build/bin/libggml-base.so --page docs/results.md
+    python -m benchmarks.quality.peers MODEL... --ggml libggml-base.so --ik libggml.so --python ENV/bin/python \
+        --page docs/results.md
 
-Every matrix of attention and MLPs is quantized by llama.cpp's own code, decoded, and put into the model; the head is
-ours, in 8 bit, everywhere. Types are used alone, without the mixes of `llama-quantize`, which raise some roles; a type
-whose blocks do not divide a row falls back as there. Without data: no importance matrix. With data: the mean squares of
-what enters each column, on the same text for theirs and ours. Bits are those of the quantized matrices, metadata
-included. The last line is JSON.
+Every matrix of attention and MLPs is quantized by the others' own code, decoded, and put into the model; the head is
+ours, in 8 bit, everywhere. Of llama.cpp and ik_llama.cpp all types alone, and the mixes of `llama-quantize`, which raise
+some roles; where blocks do not divide a row, they fall back as there. HQQ and SINQ run in an environment that has both
+packages. Each only where its option is given.
+
+Without data: no importance matrix for theirs; ours may read the text that comes along. With data (--data): the mean
+squares of what enters each column, on the same text for theirs and ours. Bits are those of the quantized matrices,
+metadata included. What is found stays in the work folder: a run that is stopped goes on. The last line is JSON.
 """
 
 import argparse
-import gc
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from benchmarks.lib import other_quantizers
+from benchmarks.lib.divergence import Found, Variant, divergences, packed_variant
 from benchmarks.lib.ggml import Ggml
+from benchmarks.lib.ggml_mixes import MIXES, Shape, type_in_mix
 from benchmarks.lib.markdown import table
 from benchmarks.lib.packed import numel, pack
 from benchmarks.lib.recipes import named, with_bits
-from benchmarks.lib.scoring import Bench, build, decoded, open_bench
+from benchmarks.lib.scoring import build, decoded, open_bench
 from benchmarks.lib.script import TRAINING_TEXT, add_page, add_text, add_work, parser, publish
-from trilobite.checkpoint.roles import Matrix, read_matrix
-from trilobite.checkpoint.source import Source, open_source
-from trilobite.evaluate.perplexity import score
+from trilobite.checkpoint.roles import Matrix, read_matrix, text_config
+from trilobite.checkpoint.source import open_source
+from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.calibrate.windows import Calibration
-from trilobite.quantize.plan.plan import Plan
 from trilobite.quantize.run.calibrated import Calibrator
 from trilobite.quantize.run.compress import prepare
 from trilobite.recipe import PRESETS, Recipe, Role
-from trilobite.runtime.load import load, map_tensors
+from trilobite.runtime.load import map_tensors
 
-TYPES = ("IQ2_XXS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K")
+TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K")
+IK_TYPES = ("IQ2_KT", "IQ2_KS", "IQ2_K", "IQ2_KL", "IQ3_KT", "IQ3_KS", "IQ3_K", "IQ4_KSS", "IQ4_KS", "IQ4_K")
+BUDGETS = (2.05, 2.25, 2.5, 3.0, 3.25, 3.5, 4.0, 4.5)
 SAMPLES = 128
 HEAD = "lm_head.weight"
 
 
-def free_recipes() -> dict[str, Recipe]:
+def free_recipes() -> dict[str, Recipe | Budget]:
     """Ours, without a text of the user's."""
     chosen = {name: PRESETS[name] for name in ("quip2-free", "search3", "milo-s1", "int4")}
     chosen["search2"] = with_bits(PRESETS["search3"], 2)
     for bits in (2, 3, 4):
-        chosen[f"super{bits}"], chosen[f"fine{bits}"] = PRESETS[f"super{bits}"], PRESETS[f"fine{bits}"]
-    return named(chosen)
+        chosen[f"fine{bits}"] = PRESETS[f"fine{bits}"]
+    return named(chosen) | {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
 
 
-def text_recipes() -> dict[str, Recipe]:
+def text_recipes() -> dict[str, Recipe | Budget]:
     """Ours, on a text."""
-    chosen = {name: PRESETS[name] for name in ("quip2", "quip3", "gptq3")}
-    for bits in (2, 3, 4):
-        chosen[f"fine{bits} (text)"] = replace(PRESETS[f"fine{bits}"], importance="text")
-    return named(chosen)
+    chosen = {name: PRESETS[name] for name in ("quip2", "quip3", "gptq3", "gptq4")}
+    return named(chosen) | {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
 
 
 class Peers:
-    """One model: its matrices, what is important in them, and how others round them."""
+    """One model: its matrices, what is important in them, and how others round them. work: a folder for what is made"""
 
-    def __init__(self, model: Path, ggml: Ggml, text: Path, context: int) -> None:
-        self.model, self.ggml = model, ggml
-        self.source: Source = open_source(str(model))
-        self.calibration = Calibration(text=text, samples=SAMPLES, context=context, propagate="original")
-        recipe = replace(PRESETS["super3"], importance="text")
-        self.plan: Plan = prepare(self.source, recipe)
-        body = [line for line in self.plan.lines if line.format is not None]
-        self.body: list[Matrix] = [line.matrix for line in body if line.matrix.role is not Role.HEAD]
+    def __init__(self, model: Path, calibration: Calibration, work: Path) -> None:
+        self.model, self.work, self.calibration = model, work / model.name, calibration
+        self.source = open_source(str(model))
+        self.plan = prepare(self.source, replace(PRESETS["super3"], importance="text"))
+        lines = [line for line in self.plan.lines if line.format and line.matrix.role is not Role.HEAD]
+        self.body: list[Matrix] = [line.matrix for line in lines]
         self.weights = sum(numel(m.shape) for m in self.body)
+        config = text_config(self.source)
+        self.shape = Shape(
+            layers=config["num_hidden_layers"],
+            experts=config.get("num_local_experts") or config.get("n_routed_experts") or 0,
+            sharing=config["num_attention_heads"] // config["num_key_value_heads"],
+        )
 
-    def importance(self, work: Path) -> dict[str, Tensor]:
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Of the model with our head, fp32."""
+        head = pack(self.model, PRESETS["search3"], self.work.parent, frequency=None)
+        kept = {name: t.float() for name, t in map_tensors(self.source).items()}
+        assert all(m.source == m.name for m in self.body), "matrices lie one by one in these checkpoints"
+        return kept | {HEAD: decoded(head.path)[HEAD]}
+
+    @cached_property
+    def importance(self) -> dict[str, Tensor]:
         """By matrix: mean squares of its inputs on the text, [K] fp32."""
         calibrator = Calibrator(self.source, self.calibration)
         calibrator.build(self.source, [line.matrix for line in self.plan.lines], torch.device("cpu"))
-        work.mkdir(parents=True, exist_ok=True)
-        calibrator.measure([line for line in self.plan.lines if line.calibrated], jobs=2, workspace=work)
+        self.work.mkdir(parents=True, exist_ok=True)
+        calibrator.measure(self.plan.lines, jobs=2, workspace=self.work)
         assert calibrator.measured is not None
         return {m.name: calibrator.measured.get(m.name, m.shape[1])[0] for m in self.body}
 
-    def rounded(
-        self, name: str, head: Tensor, importance: Mapping[str, Tensor] | None
-    ) -> tuple[dict[str, Tensor], float]:
-        """The tensors of the model with its body in one of their types, and the bits of a weight there."""
-        tensors = {n: t.float() for n, t in map_tensors(self.source).items()} | {HEAD: head}
-        stored = 0
-        for m in self.body:
-            assert m.source == m.name, "matrices lie one by one in these checkpoints"
-            columns = None if importance is None else importance[m.name]
-            tensors[m.name], nbytes = self.ggml.quantize(read_matrix(self.source, m).float(), name, columns)
-            stored += nbytes
-        return tensors, 8 * stored / self.weights
+    def ggml(self, ggml: Ggml, name: str, *, data: bool) -> tuple[PreTrainedModel, float]:
+        """The body in one of their types, or in a mix of them, and the bits of a weight there."""
+
+        def rounded(m: Matrix) -> tuple[Tensor, int]:
+            columns = self.importance[m.name] if data else None
+            return ggml.quantize(read_matrix(self.source, m).float(), self._type(name, m, data=data), columns)
+
+        if data:
+            _ = self.importance
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(rounded, self.body))
+        return self._built(
+            {m.name: w for m, (w, _) in zip(self.body, found, strict=True)}, sum(n for _, n in found)
+        )
+
+    def _type(self, name: str, m: Matrix, *, data: bool) -> str:
+        mix = name.removeprefix("mix ")
+        if mix == name:
+            return name
+        return type_in_mix(mix, m.projection, m.layer or 0, self.shape, importance=data)
+
+    def package(self, python: Path, name: str, bits: int) -> tuple[PreTrainedModel, float]:
+        """The body as HQQ or SINQ has it, in groups of 64."""
+        given, made = self.work / "body.safetensors", self.work / "rounded.safetensors"
+        self.work.mkdir(parents=True, exist_ok=True)
+        if not given.exists():
+            save_file({m.name: read_matrix(self.source, m).float().contiguous() for m in self.body}, given)
+        command = [str(python), other_quantizers.__file__, name, str(bits), "64", str(given), str(made)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        sizes = json.loads(made.with_suffix(".json").read_text())
+        rounded = {name: t.clone() for name, t in load_file(made).items()}
+        made.unlink()
+        return self._built(rounded, sum(sizes.values()))
+
+    def _built(self, body: Mapping[str, Tensor], nbytes: int) -> tuple[PreTrainedModel, float]:
+        return build(self.tensors | dict(body), self.model), 8 * nbytes / self.weights
 
 
-def measure(model: Path, ggml: Ggml, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each of their types and of our recipes."""
-    bench = open_bench(model, args.text, context=args.context, tokens=args.tokens)
-    peers = Peers(model, ggml, args.calibration, args.context)
-    rows = []
-    for data, recipes in ((False, free_recipes()), (True, {} if args.free else text_recipes())):
-        packed = {
-            name: pack(model, r, args.work, frequency=None, calibration=peers.calibration)
-            for name, r in recipes.items()
-        }
-        found = bench.scores({name: p.path for name, p in packed.items()})
-        rows += [
-            {"name": name, "ours": True, "data": data, "bits": p.body, "kl": found[name].kl}
-            for name, p in packed.items()
-        ]
-    head = decoded(args.work / model.name / "search3")[HEAD]
-    for data in (False,) if args.free else (False, True):
-        importance = peers.importance(args.work / model.name / "importance") if data else None
-        for name in TYPES:
+def theirs(peers: Peers, args: argparse.Namespace, *, data: bool) -> Iterator[tuple[str, Variant]]:
+    """By the name of the row."""
+    if args.ggml:
+        ggml = Ggml(args.ggml)
+        for name in (*TYPES, *(f"mix {mix}" for mix in MIXES)):
+            if data or name.startswith("mix ") or not ggml.needs_importance(name):
+                yield name, partial(peers.ggml, ggml, name, data=data)
+    if args.ik:
+        ggml = Ggml(args.ik)
+        for name in IK_TYPES:
             if data or not ggml.needs_importance(name):
-                tensors, bits = peers.rounded(name, head, importance)
-                kl = divergence(bench, tensors)
-                print(
-                    f"{model.name} {name} {'text' if data else 'free'}: {bits:.2f} bits, KL {kl:.4f}",
-                    flush=True,
-                )
-                rows.append({"name": name, "ours": False, "data": data, "bits": bits, "kl": kl})
-    return rows
+                yield f"{name} (ik)", partial(peers.ggml, ggml, name, data=data)
+    if args.python and not data:
+        for package in ("hqq", "sinq"):
+            for bits in (2, 3, 4):
+                yield f"{package.upper()} {bits} bit", partial(peers.package, args.python, package, bits)
 
 
-def divergence(bench: Bench, tensors: dict[str, Tensor]) -> float:
-    """KL divergence of a model with these weights to the original, nats."""
-    reference = load(str(bench.model), dtype=torch.float32)
-    model = build(tensors, bench.model)
-    found = score({"": model}, bench.ids, context=bench.context, batch=bench.batch, reference=reference)[
-        ""
-    ].kl
-    del model, reference
-    gc.collect()
-    assert found is not None
+def measure(model: Path, args: argparse.Namespace) -> dict[str, dict[str, Found]]:
+    """By kind (free, text) and name of the row, which is in bold where it is ours."""
+    bench = open_bench(model, args.text, context=args.context, tokens=args.tokens)
+    calibration = Calibration(
+        text=args.calibration, samples=SAMPLES, context=args.context, propagate="original"
+    )
+    peers, found = Peers(model, calibration, args.work), {}
+    for data in (False, True) if args.data else (False,):
+        ours = text_recipes() if data else free_recipes()
+        variants: dict[str, Variant] = {
+            f"**{name}**": packed_variant(bench, recipe, args.work, calibration if data else None)
+            for name, recipe in ours.items()
+        }
+        variants |= dict(theirs(peers, args, data=data))
+        kind = "text" if data else "free"
+        found[kind] = divergences(bench, variants, args.work / model.name / f"peers-{kind}.json")
     return found
 
 
-def report(measured: Mapping[str, list[dict[str, Any]]], text: str, tokens: int) -> str:
-    """Two tables, by bits on the first model: without data, with a text. Ours in bold."""
-    parts = []
-    first = next(iter(measured.values()))
-    for data, title in ((False, "Without data"), (True, "With a text")):
-        by_name = {
-            model: {r["name"]: r for r in rows if r["data"] is data} for model, rows in measured.items()
-        }
+def report(found: Mapping[str, Mapping[str, Found]], head: str) -> str:
+    """A table for each kind, by bits."""
+    titles = {"free": "Without data of the user's", "text": "With a text"}
+    parts = [head]
+    for kind, rows in found.items():
         cells = [
-            [
-                f"**{r['name']}**" if r["ours"] else r["name"],
-                *(
-                    f"{of[r['name']]['kl']:.4f} ({of[r['name']]['bits']:.2f})" if r["name"] in of else ""
-                    for of in by_name.values()
-                ),
-            ]
-            for r in sorted(first, key=lambda r: r["bits"])
-            if r["data"] is data
+            (name, f"{row.bits:.2f}", f"{row.kl:.4f}")
+            for name, row in sorted(rows.items(), key=lambda item: item[1].bits)
         ]
-        if cells:
-            parts.append(f"{title}:\n\n{table(('recipe or type', *measured), cells)}")
-    head = f"KL in nats (bits of a weight), first {tokens:,} tokens of {text}; ours in bold."
-    return "\n\n".join([head, *parts])
+        parts.append(f"{titles[kind]}:\n\n{table(('recipe or type', 'bits', 'KL'), cells)}")
+    return "\n\n".join(parts)
 
 
 def main() -> None:
+    """A table for each model."""
     options = parser(__doc__)
     options.add_argument("models", type=Path, nargs="+", metavar="MODEL")
-    options.add_argument("--ggml", type=Path, required=True, help="llama.cpp's libggml-base.so")
+    options.add_argument("--ggml", type=Path, help="llama.cpp's libggml-base.so")
+    options.add_argument("--ik", type=Path, help="ik_llama.cpp's libggml.so")
+    options.add_argument("--python", type=Path, help="of an environment with hqq and sinq")
     options.add_argument(
         "--calibration", type=Path, default=TRAINING_TEXT, help="text for those that take one"
     )
-    options.add_argument("--free", action="store_true", help="only what needs no text")
+    options.add_argument("--data", action="store_true", help="with a text as well")
     add_text(options, tokens=12288)
-    add_work(options)
-    add_page(options, "peers")
+    add_work(options, "what is found stays here")
+    add_page(options, "peers-MODEL")
     args = options.parse_args()
-    ggml = Ggml(args.ggml)
-    measured = {model.name: measure(model, ggml, args) for model in args.models}
-    publish(
-        report(measured, args.text.name, args.tokens), {"peers": measured}, page=args.page, marker="peers"
-    )
+    summary = {}
+    for model in args.models:
+        found = measure(model, args)
+        head = f"`{model.name}`, first {args.tokens:,} tokens of {args.text.name}; KL in nats, ours in bold."
+        summary[model.name] = {
+            kind: {name: asdict(row) for name, row in rows.items()} for kind, rows in found.items()
+        }
+        publish(report(found, head), {"peers": summary}, page=args.page, marker=f"peers-{model.name}")
 
 
 if __name__ == "__main__":

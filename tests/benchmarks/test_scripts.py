@@ -15,7 +15,8 @@ from support.calibrating import add_tokenizer, words
 from support.paths import ROOT
 
 from benchmarks.gpu import offload as gpu_offload
-from benchmarks.lib import packed
+from benchmarks.lib import divergence, packed
+from benchmarks.lib.ggml_mixes import Shape, type_in_mix
 from benchmarks.quality import (
     analyses,
     budgets,
@@ -23,15 +24,18 @@ from benchmarks.quality import (
     offload_mixes,
     offload_traces,
     pareto,
+    peers,
     planner,
     proxy_bound,
     recipes,
+    rotation,
     row_loss,
     scales,
     sensitivity,
 )
 from benchmarks.speed import calibrated_cost, offload_gpu
 from benchmarks.speed import compress as speed_of_compress
+from benchmarks.speed import planned as speed_of_planned
 from benchmarks.speed import serve as speed_of_serving
 from trilobite.evaluate.measure import trace_experts
 from trilobite.evaluate.trace import save_trace
@@ -221,7 +225,58 @@ def test_budgets(run: Any, model: Path, text: Path, work: Path) -> None:
     options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
     found = run(budgets, model, *options, "--recipes", "fine3", "--bits 3.5625")
     assert list(found["kl"]) == ["fine3", "--bits 3.5625"]
-    assert 3 < found["bits"]["--bits 3.5625"] <= 3.5625
+    assert 3 < found["bits"]["--bits 3.5625"][model.name] <= 3.5625
+
+
+def test_what_is_found_is_kept(
+    run: Any, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several recipes only those are measured that no earlier run found on the same tokens."""
+    options = ("--text", text, "--context", CONTEXT, "--work", tmp_path, "--recipes", "search3")
+    first = run(scales, model, *options, "--tokens", 2 * CONTEXT)["kl"]
+    monkeypatch.setattr(divergence, "pack", None)
+    assert run(scales, model, *options, "--tokens", 2 * CONTEXT)["kl"] == first
+    with pytest.raises(TypeError):
+        run(scales, model, *options, "--tokens", 3 * CONTEXT)
+
+
+def test_peers(run: Any, model: Path, text: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours alone: the others' libraries are not here."""
+    options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
+    monkeypatch.setattr(peers, "BUDGETS", (3.4,))
+    monkeypatch.setattr(peers, "SAMPLES", 4)
+    for preset in ("milo-s1", "quip2-free", "quip2", "quip3"):
+        monkeypatch.setitem(peers.PRESETS, preset, load_recipe("rtn3"))
+    found = run(peers, model, *options, "--data", "--calibration", text)["peers"][model.name]
+    assert list(found) == ["free", "text"]
+    assert all("**--bits 3.4**" in rows for rows in found.values())
+    assert found["free"]["**--bits 3.4**"]["kl"] != found["text"]["**--bits 3.4**"]["kl"]
+
+
+def test_mixes_of_types() -> None:
+    """Some roles of a model of eight experts are raised; others are not."""
+    shape = Shape(layers=8, experts=8, sharing=2)
+    found = [type_in_mix("Q3_K_M", part, 3, shape, importance=False) for part in ("q", "k", "v", "o", "down")]
+    assert found == ["Q3_K", "Q8_0", "Q8_0", "Q5_K", "Q4_K"]
+    assert type_in_mix("IQ3_XXS", "down", 0, shape, importance=True) == "IQ3_XXS"
+    assert type_in_mix("IQ3_XXS", "down", 0, shape, importance=False) == "Q4_K"
+    assert type_in_mix("Q2_K", "kv_b", 0, shape, importance=False) == "Q2_K"
+
+
+def test_rotation(run: Any, model: Path, text: Path, work: Path) -> None:
+    options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
+    found = run(rotation, model, *options, "--bits", 3.4)["kl"][f"{model.name} 3.4"]
+    assert found["all rotated"] != found["as they are"]
+
+
+def test_speed_of_planned_recipes(
+    run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        speed_of_planned, "write_mixtral", lambda folder, layers: shutil.copytree(model, folder)
+    )
+    options = ("--tokenizer", model, "--work", tmp_path, "--importance", "weights")
+    assert run(speed_of_planned, *options)["rows"][0]["peak"] > 0
 
 
 def test_sensitivity(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "iterations as text": (GOOD | {"iterations": "20"}, ["iterations '20'", "integer"]),
     "iterations as truth": (GOOD | {"iterations": True}, ["iterations True", "an integer"]),
     "columns": (GOOD | {"columns": "sinq"}, ["columns 'sinq'", "none, sinkhorn"]),
-    "importance": (GOOD | {"importance": "self"}, ["importance 'self'", "none, builtin, text"]),
+    "importance": (GOOD | {"importance": "guess"}, ["importance 'guess'", "none, weights, builtin"]),
     "cap as text": (GOOD | {"cap": "false"}, ["cap 'false'", "true or false"]),
     "compensator as list": (GOOD | {"compensator": ["int3"]}, ["compensator ['int3']", "text"]),
     "policy": (GOOD | {"rank": "dens-512"}, ["'dens-512'", "dense-r", "for example"]),

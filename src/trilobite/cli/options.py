@@ -79,8 +79,8 @@ ImportanceOption = Annotated[
     str | None,
     typer.Option(
         "--importance",
-        help="Weigh errors by what enters each column (method search): on a `builtin` text, on the --calibration "
-        "`text`, or none.",
+        help="Weigh errors by what enters each column (method search): as `weights` alone tell it, on a `builtin` text, "
+        "on one that the model writes (`self`), on the --calibration `text`; or none.",
         metavar="WHERE",
     ),
 ]

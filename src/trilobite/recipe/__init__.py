@@ -7,7 +7,7 @@ that matches a tensor decides. It says nothing about one checkpoint; `quantize.p
     rank: dense-h/8+kurtosis-16        # policies of Table 4 of MiLo; h = the hidden size
     compensator: int3                  # int3 | int8 | fp16
     columns: sinkhorn                  # none | sinkhorn
-    importance: builtin                # none | builtin | text
+    importance: builtin                # none | weights | builtin | self | text
     rules:
       - {roles: [head], format: int8-g64, method: search}
       - {names: "*.layers.0.*", format: int4-g64, method: search}

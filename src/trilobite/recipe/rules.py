@@ -39,7 +39,7 @@ class Recipe:
     iterations: cap of MiLo's alternation (paper: 20; 1 = quantize, then compensate once)
     cap: no compensator costs more bytes than the next wider format would
     columns: `sinkhorn` divides columns by scales that norms and other matrices take over (docs/methods.md), or `none`
-    importance: `builtin` or `text` weighs errors in `search` by what enters each column (docs/methods.md), or `none`
+    importance: where `search` learns what enters each column, to weigh errors by (docs/methods.md), or `none`
     roles: (name pattern, role) for tensors that the built-in table does not know (docs/roles.md)
     """
 

@@ -38,8 +38,10 @@ LATTICE_METHODS = ("rtn", "search", "ldlq")
 """Methods that find the codes of a lattice format; the affine formats take all but ldlq."""
 COLUMNS = ("none", "sinkhorn")
 """How column scales are found."""
-IMPORTANCES = ("none", "builtin", "text")
-"""Where `search` learns what enters each column, to weigh errors by: nowhere, on a text of ours, on one's own."""
+IMPORTANCES = ("none", "weights", "builtin", "self", "text")
+"""Where `search` learns what enters each column, to weigh errors by: nowhere, from the weights that make it, on a text
+of ours, on one that the model writes itself, on one's own.
+"""
 COMPENSATORS = {"int3": 3, "int8": 8, "fp16": 16}
 """Compensator formats and their bits."""
 

@@ -17,11 +17,15 @@ def builtin_calibration(source: Source) -> Calibration:
 
     Raises RecipeError for an encoder-decoder, which reads pairs.
     """
-    config = text_config(source)
-    if config.get("is_encoder_decoder"):
-        raise RecipeError(
-            f"{source.path}: importance builtin is for decoder-only models; choose importance text with --calibration "
-            "and --target-text, or importance none"
-        )
-    longest = int(config.get("max_position_embeddings") or CONTEXT)
+    check_decoder(source, "builtin")
+    longest = int(text_config(source).get("max_position_embeddings") or CONTEXT)
     return Calibration(text=TEXT, context=min(LENGTH, longest), propagate="original")
+
+
+def check_decoder(source: Source, importance: str) -> None:
+    """Raise RecipeError for an encoder-decoder."""
+    if text_config(source).get("is_encoder_decoder"):
+        raise RecipeError(
+            f"{source.path}: importance {importance} is for decoder-only models; choose importance text with "
+            "--calibration and --target-text, or importance none"
+        )

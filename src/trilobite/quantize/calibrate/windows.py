@@ -39,6 +39,7 @@ class Calibration:
     memory: bytes for activations and Hessians; activations beyond a quarter of it lie in a mapped file
     save, hessians: a folder to keep Hessians in, or to take them from (original propagation only)
     finetune: train what is not codes: "" = no, `block` by block, or `full`: block by block, then the whole model
+    sampled: in the place of a text, windows that the model writes itself (calibrate/sampled.py)
     """
 
     text: Path | None = None
@@ -51,6 +52,7 @@ class Calibration:
     save: Path | None = None
     hessians: Path | None = None
     finetune: str = ""
+    sampled: bool = False
 
     def __post_init__(self) -> None:
         """Take strings for paths, too."""

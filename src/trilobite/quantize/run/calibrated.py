@@ -16,11 +16,13 @@ from trilobite.quantize.calibrate.loop import Loop
 from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.pairs import draw
 from trilobite.quantize.calibrate.protocols import Receiver, Trainer
+from trilobite.quantize.calibrate.sampled import PASSES, sample_windows, sampled_calibration
 from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.calibrate.windows import FINETUNES, PROPAGATIONS, Calibration, Windows
 from trilobite.quantize.finetune.train import BATCH, Tuner, make_course
 from trilobite.quantize.methods.hessian import DiagonalSum, HessianSum
 from trilobite.quantize.plan.plan import PlanLine
+from trilobite.quantize.run.guessed import Guessed
 from trilobite.quantize.run.work import Work
 from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import LatticeFormat, Recipe, needs_calibration
@@ -29,7 +31,8 @@ from trilobite.recipe import LatticeFormat, Recipe, needs_calibration
 class Calibrator:
     """One calibration of one checkpoint.
 
-    windows: what the model runs on; None where it need not, with a finished folder of Hessians and no fine-tuning
+    windows: what the model runs on; None where it need not, with a finished folder of Hessians and no fine-tuning, and
+    until it has written them itself
     store: the folder of Hessians, where one is asked for    identity: what interrupted runs must have in common
     measured: what `measure` found
     """
@@ -41,6 +44,14 @@ class Calibrator:
         self.windows: Windows | None = draw(source, calibration) if calibration.text else None
         self.store: HessianStore | None = None
         wanted = None if self.windows is None else self.windows.identity
+        if calibration.sampled:
+            wanted = {
+                "importance": "self",
+                "samples": calibration.samples,
+                "context": calibration.context,
+                "seed": calibration.seed,
+                "passes": PASSES,
+            }
         if folder := calibration.save or calibration.hessians:
             self.store = HessianStore(folder, source=source.fingerprint(), calibration=wanted)
             wanted = self.store.calibration
@@ -57,8 +68,8 @@ class Calibrator:
 
     def build(self, source: Source, matrices: Sequence[Matrix], device: torch.device) -> BlockModel | None:
         """Build the model, where one has to run. Raises ArchitectureError when it cannot be run block by block."""
-        if self.windows is not None:
-            kind = EncoderDecoder if self.windows.pairs else BlockModel
+        if self.windows is not None or self.calibration.sampled:
+            kind = EncoderDecoder if self.windows and self.windows.pairs else BlockModel
             self._model = kind(source, matrices, device)
         return self._model
 
@@ -112,7 +123,10 @@ class Calibrator:
         kind: type[HessianSum] = HessianSum,
     ) -> Loop:
         assert self._model is not None
-        assert self.windows is not None
+        if self.windows is None:
+            assert self.calibration.sampled
+            ids = sample_windows(self._model, self.calibration, jobs=jobs, watcher=watcher)
+            self.windows = Windows(ids=ids, identity=self.identity)
         common: Any = {
             "ids": self.windows.ids,
             "calibration": self.calibration,
@@ -142,7 +156,11 @@ class Calibrator:
         )
 
 
-def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> Calibrator | None:
+Ground = Calibrator | Guessed
+"""Where Hessians or importance come from."""
+
+
+def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> Ground | None:
     """The calibration that a recipe needs, or None for one that needs none.
 
     Raises RecipeError when a calibration is needed and absent or the other way round, CalibrationError for a bad one.
@@ -153,8 +171,8 @@ def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | 
             f"recipe {recipe.name}: fine-tuning trains the sign vectors of lattice formats and it has none; choose "
             "quip2, quip3 or quip4, or drop --finetune"
         )
-    if recipe.importance == "builtin":
-        return _on_builtin_text(source, recipe, calibration)
+    if recipe.importance not in ("none", "text"):
+        return _of_our_own(source, recipe, calibration)
     if not needs_calibration(recipe) and not tunes:
         if calibration is None:
             return None
@@ -169,14 +187,17 @@ def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | 
     return Calibrator(source, calibration)
 
 
-def _on_builtin_text(source: Source, recipe: Recipe, calibration: Calibration | None) -> Calibrator:
-    """A calibration for importance alone. Raises RecipeError where a text of the user's is given or needed."""
+def _of_our_own(source: Source, recipe: Recipe, calibration: Calibration | None) -> Ground:
+    """What serves importance alone. Raises RecipeError where a text of the user's is given or needed."""
     if calibration is not None or needs_calibration(recipe):
         raise RecipeError(
-            f"recipe {recipe.name}: importance builtin brings its own text, which calibrated methods cannot use; choose "
-            "importance text with --calibration FILE, or drop --calibration"
+            f"recipe {recipe.name}: importance {recipe.importance} takes no text of yours, which calibrated methods "
+            "need; choose importance text with --calibration FILE, or drop --calibration"
         )
-    return Calibrator(source, builtin_calibration(source))
+    if recipe.importance == "weights":
+        return Guessed()
+    ours = sampled_calibration if recipe.importance == "self" else builtin_calibration
+    return Calibrator(source, ours(source))
 
 
 def _check(calibration: Calibration) -> None:

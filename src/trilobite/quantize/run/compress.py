@@ -32,7 +32,7 @@ from trilobite.quantize.watcher import SILENT, Watcher
 from trilobite.recipe import Recipe, load_recipe, needs_calibration
 
 if TYPE_CHECKING:
-    from trilobite.quantize.run.calibrated import Calibrator
+    from trilobite.quantize.run.calibrated import Ground
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def _finish(work: Work, src: str, identity: Mapping[str, Any]) -> None:
     writer.finish(config=config, notes=notes, companions=companions)
 
 
-def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> "Calibrator | None":
+def _open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> "Ground | None":
     if calibration is None and recipe.importance == "none" and not needs_calibration(recipe):
         return None
     # Brings transformers along, which other recipes need not wait for.
@@ -199,7 +199,7 @@ def _unit(line: PlanLine) -> Unit:
     )
 
 
-def _pack(work: Work, calibrator: "Calibrator | None") -> int:
+def _pack(work: Work, calibrator: "Ground | None") -> int:
     """Pack all lines that no earlier run packed; returns how many there were."""
     lines, done = work.plan.lines, work.writer.done
     todo = [line for line in lines if line.matrix.name not in done]

@@ -16,7 +16,7 @@ from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.columns.choose import with_column_scales
 from trilobite.quantize.columns.streams import find_streams
-from trilobite.quantize.run.calibrated import Calibrator, open_calibration
+from trilobite.quantize.run.calibrated import Ground, open_calibration
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import Recipe, Rule, recipe_from_dict
 
@@ -32,7 +32,7 @@ class Planned:
 
     recipe: Recipe
     account: Mapping[str, Any]
-    calibrator: Calibrator | None = None
+    calibrator: Ground | None = None
 
 
 def plan_within(
@@ -66,7 +66,7 @@ def question_of(
     keep_unmatched: bool,
     calibration: Calibration | None,
     options: Options,
-) -> tuple[Question, Calibrator | None]:
+) -> tuple[Question, Ground | None]:
     """What there is to choose from, and what measured the importance of columns, where that counts."""
     # Brings transformers along, which `trilobite --help` need not wait for.
     from trilobite.quantize.plan.expected import unfit_matrices

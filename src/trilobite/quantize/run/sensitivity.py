@@ -20,7 +20,7 @@ from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.columns.choose import with_column_scales
 from trilobite.quantize.plan.plan import PlanLine, make_plan
-from trilobite.quantize.run.calibrated import open_calibration
+from trilobite.quantize.run.calibrated import Calibrator, open_calibration
 from trilobite.quantize.run.lines import quantize_line
 from trilobite.quantize.run.options import Options
 from trilobite.quantize.run.planned import frame
@@ -62,7 +62,7 @@ def measure_sensitivity(
     source = with_column_scales(source, recipe, keep_unmatched=keep_unmatched)
     plan = make_plan(source, matrices, recipe, unfit=unfit)
     calibrator = open_calibration(source, recipe, calibration)
-    assert calibrator is not None
+    assert isinstance(calibrator, Calibrator)
     assert calibrator.windows is not None
     model = calibrator.build(source, matrices, device)
     assert isinstance(model, BlockModel)

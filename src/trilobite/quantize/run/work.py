@@ -12,9 +12,8 @@ from torch import Tensor
 
 from trilobite.checkpoint.packed import PackedWriter
 from trilobite.checkpoint.source import Source
-from trilobite.quantize.calibrate.diagonals import Diagonals
+from trilobite.quantize.budget.loss import Importance
 from trilobite.quantize.calibrate.protocols import Records
-from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.plan.plan import Plan, PlanLine, decoded
 from trilobite.quantize.run.executor import MOST_TASKS, Executor
@@ -46,7 +45,7 @@ class Work:
         """Threads of this process that compute."""
         return self.options.threads(self.device)
 
-    def run(self, lines: Sequence[PlanLine], hessians: HessianStore | Diagonals | None = None) -> None:
+    def run(self, lines: Sequence[PlanLine], hessians: Importance | None = None) -> None:
         """Finish lines, as many at a time as the memory bound allows. hessians: of all of them, where they have any."""
 
         def finish(part: Sequence[PlanLine]) -> Records:
