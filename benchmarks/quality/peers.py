@@ -63,7 +63,7 @@ def free_recipes() -> dict[str, Recipe | Budget]:
 
 def text_recipes() -> dict[str, Recipe | Budget]:
     """Ours, on a text."""
-    chosen = {name: PRESETS[name] for name in ("quip2", "quip3", "gptq3", "gptq4")}
+    chosen = {name: PRESETS[name] for name in ("quip2", "gptq3", "gptq4")}
     return named(chosen) | {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
 
 

@@ -245,7 +245,7 @@ def test_peers(run: Any, model: Path, text: Path, work: Path, monkeypatch: pytes
     options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
     monkeypatch.setattr(peers, "BUDGETS", (3.4,))
     monkeypatch.setattr(peers, "SAMPLES", 4)
-    for preset in ("milo-s1", "quip2-free", "quip2", "quip3"):
+    for preset in ("milo-s1", "quip2-free", "quip2"):
         monkeypatch.setitem(peers.PRESETS, preset, load_recipe("rtn3"))
     found = run(peers, model, *options, "--data", "--calibration", text)["peers"][model.name]
     assert list(found) == ["free", "text"]

@@ -70,7 +70,7 @@ def test_an_ordinary_recipe(original: Path) -> None:
     source = open_source(str(original))
     kept = [line for line in prepare(source, again).lines if line.matrix.role is Role.HEAD]
     assert [line.format for line in kept] == [None]
-    assert found.recipe.importance == "builtin"
+    assert found.recipe.importance == "weights"
     assert found.recipe.columns == "sinkhorn"
 
 
@@ -82,6 +82,7 @@ def test_experts_share_a_format_unless_asked_otherwise(original: Path) -> None:
     assert len([u for u in apart if u.role is Role.EXPERT]) == 4 * len(
         [u for u in together if u.role is Role.EXPERT]
     )
+    assert planned(original, Budget(bits=3.45, per_expert=True)).recipe.importance == "builtin"
     found = planned(original, Budget(bits=3.45, per_expert=True, importance="none"))
     assert {row["expert"] for row in found.account["choices"] if "expert" in row} == {0, 1, 2, 3}
     lines = prepare(open_source(str(original)), found.recipe).lines

@@ -19,7 +19,7 @@ class Budget:
     size: bytes of all files    fit: bytes of memory, of which `reserved` are for other things than weights
     per_expert: experts of a layer may differ    ranks: of compensators to try, as in a rule
     keep: roles that stay in 16 bit
-    columns, importance: as in a recipe, or "auto": where the architecture allows it
+    columns, importance: as in a recipe, or "auto": the best that the architecture allows without passes of its own
     sensitivities: by "layer role: part", measured; priors where it says nothing
     """
 

@@ -93,11 +93,15 @@ def frame(
 ) -> Recipe:
     """All of a recipe but what is to be found."""
     columns, importance = budget.columns, budget.importance
+    known = bool(find_streams(source, matrices))
     if columns == "auto":
-        columns = "sinkhorn" if find_streams(source, matrices) else "none"
-    if importance == "auto":
-        pairs = bool(text_config(source).get("is_encoder_decoder"))
-        importance = "text" if calibration else "none" if pairs else "builtin"
+        columns = "sinkhorn" if known else "none"
+    if importance == "auto" and calibration:
+        importance = "text"
+    elif importance == "auto" and known and not budget.per_expert:  # which differ by how many tokens they see
+        importance = "weights"
+    elif importance == "auto":
+        importance = "none" if text_config(source).get("is_encoder_decoder") else "builtin"
     keep = (Rule(roles=budget.keep),) if budget.keep else ()
     return Recipe(name=budget.name, rules=keep, columns=columns, importance=importance)
 

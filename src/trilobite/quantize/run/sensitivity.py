@@ -57,7 +57,8 @@ def measure_sensitivity(
         )
     matrices = identify(source, keep_unmatched=keep_unmatched)
     unfit = unfit_matrices(source, matrices, keep_unmatched=keep_unmatched)
-    recipe = frame(source, matrices, Budget(bits=PROBE.bits), calibration)
+    importance = "text" if calibration else "builtin"
+    recipe = frame(source, matrices, Budget(bits=PROBE.bits, importance=importance), calibration)
     recipe = replace(recipe, rules=(Rule(roles=BODY_ROLES, format=PROBE),))
     source = with_column_scales(source, recipe, keep_unmatched=keep_unmatched)
     plan = make_plan(source, matrices, recipe, unfit=unfit)
