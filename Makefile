@@ -9,6 +9,7 @@
 # make fuzz   damages checkpoints in 10,000 ways and looks how each ends
 # make vllm   runs packed models in vLLM, in an environment of its own (3.5 GB); make vllm-all in every way that is tested
 # make kills  kills compress, stats, trace and eval at 1,000 random moments, and compares how they end
+# make starve lets compress, stats, trace and eval lack room, a disk that works, memory and threads, call by call
 # make emulate    builds it for ARM and fuzzes it under QEMU (g++-aarch64-linux-gnu, qemu-user)
 VENV ?= .venv
 PYTHON ?= python3
@@ -20,7 +21,7 @@ PROCESSES ?= 2
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test lint format install clean sanitize old-triton old-transformers emulate load ray fuzz kills architectures vllm vllm-all
+.PHONY: demo test lint format install clean sanitize old-triton old-transformers emulate load ray fuzz kills starve architectures vllm vllm-all
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +66,9 @@ fuzz: install
 
 kills: install
 	PYTHONPATH=tests $(BIN)/python -m kills --kills 1000
+
+starve: install
+	PYTHONPATH=tests $(BIN)/python -m starve
 
 architectures: install
 	PYTHONPATH=tests $(BIN)/python -m support.every_architecture > build/architectures.md

@@ -96,6 +96,37 @@ class MissingExtraError(TrilobiteError, ImportError):
     """An optional dependency is not installed."""
 
 
+NO_MORE = (
+    "can't allocate memory",
+    "annot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "failed to map segment",
+    "can't start new thread",
+    "could not create a primitive",
+    "error return without exception set",
+)
+"""What Python, torch, oneDNN, numpy and the loader say in errors that are no MemoryError."""
+
+
+def exhausted(e: BaseException) -> bool:
+    """Whether an error says that the system gives no more memory or threads."""
+    if isinstance(e, MemoryError):
+        return True
+    return isinstance(e, OSError | RuntimeError | ImportError | SystemError) and any(
+        words in str(e) for words in NO_MORE
+    )
+
+
+def refuse_exhausted(what: object, e: BaseException) -> None:
+    """Raise ResourceError where an error says that there is no more memory, or no more threads."""
+    if exhausted(e):
+        raise ResourceError(
+            f"{what}: the system gives no more memory or threads ({one_line(e) or type(e).__name__}); end other "
+            "programs, raise the limit of this process (ulimit -v), or ask for less (--jobs 1, a smaller --context)"
+        ) from e
+
+
 def one_line(e: BaseException) -> str:
     """What an error of others says, fit for a line of ours: 200 characters at most."""
     return " ".join(str(e).split())[:200]

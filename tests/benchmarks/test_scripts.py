@@ -27,11 +27,13 @@ from benchmarks.quality import (
     peers,
     planner,
     proxy_bound,
+    published,
     recipes,
     rotation,
     row_loss,
     scales,
     sensitivity,
+    tasks,
 )
 from benchmarks.speed import calibrated_cost, offload_gpu
 from benchmarks.speed import compress as speed_of_compress
@@ -96,6 +98,25 @@ def test_scales(run: Any, model: Path, text: Path, work: Path) -> None:
     found = run(scales, model, *options, "--recipes", *names)
     assert list(found["kl"]) == names
     assert len({round(kl["tiny"], 12) for kl in found["kl"].values()}) == 4
+
+
+def test_published(run: Any, model: Path, text: Path, work: Path) -> None:
+    options = ["--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work]
+    names = ["hqq3", "hqq3 paper", "milo-s1 int3 hqq", "milo-s1 int3 hqq eq. 13"]
+    found = run(published, model, *options, "--recipes", *names)
+    assert list(found["kl"]) == names
+    assert len({round(kl["tiny"], 12) for kl in found["kl"].values()}) == 4
+    assert found["body"]["milo-s1 int3 hqq"] == found["body"]["milo-s1 int3 hqq eq. 13"]
+
+
+def test_tasks(run: Any, model: Path, tmp_path: Path, work: Path) -> None:
+    pytest.importorskip("lm_eval")
+    item = {"query": "Question: w1 w2?\n", "choices": ["w3", "w4 w5"], "gold": 1}
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(item) + "\n" for _ in range(3)))
+    options = ["--data", tmp_path, "--tasks", "piqa", "--recipes", "int4", "--work", work]
+    found = run(tasks, model, *options)
+    assert list(found["scores"]) == ["16 bit", "int4"]
+    assert found["scores"]["int4"]["piqa"]["n"] == 3
 
 
 def test_recipes_with_a_text_and_what_stands_upon_them(run: Any, model: Path, text: Path, work: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.architectures import EXPERTS, HIDDEN, INTERMEDIATE, TINY_CONFIGS, build_checkpoint, moe_layers
 from support.paths import SHARED
 from torch import Tensor
@@ -16,6 +16,7 @@ from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.recipe import Role
+from trilobite.runtime.load import load
 
 # (layers with experts, matrices of one expert)
 MOE_LAYERS = {
@@ -640,3 +641,16 @@ def test_real_checkpoint(name: str, expected: dict[Role, int]) -> None:
     counts = Counter(m.role for m in matrices)
     assert {role: counts[role] for role in expected} == expected
     assert counts[Role.OTHER] == 0
+
+
+def test_loading_fp8_wants_its_scales_too(tmp_path: Path) -> None:
+    build_checkpoint("mixtral", tmp_path, dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{name} is fp8 without {name}_scale_inv"):
+        load(str(tmp_path))

@@ -196,6 +196,14 @@ def test_a_file_is_one_text(tokenizer, tmp_path):
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == path.read_bytes().decode()
 
 
+def test_lines_joined_as_optq_joins_rows(tokenizer, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" \n = Title = \n \n One . \n Two . \n")
+    rows = ["", " = Title = \n", "", " One . \n", " Two . \n"]  # as the data set has them
+    ids = tokenize_file(tokenizer, path, rows=True)
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == "\n\n".join(rows)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "cannot be read"), (b"", "no text"), (b" \n", "no text"), (b"caf\xe9", "not UTF-8 at byte 3")],

@@ -25,7 +25,7 @@ pytest.importorskip("lm_eval", reason='lm_eval is not installed: pip install "tr
 
 from trilobite.errors import EvaluationError, MissingExtraError
 from trilobite.evaluate import tasks as tasks_module
-from trilobite.evaluate.tasks import TASK_FILES, TASKS, load_tasks, run_tasks
+from trilobite.evaluate.tasks import TASK_FILES, TASKS, deviations, load_tasks, run_tasks
 
 ITEMS = 6
 PAGES = [
@@ -121,7 +121,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
     )
     hellaswag = [
-        f"Cats: A cat {i} [here] sits. it\n2\npurrs.\n[a] barks.\nflies  away.\nsings.\n" for i in items
+        f"Cats: A cat {i} [here] sits. it and Bob\n2\npurrs.\n[a] barks.\nflies  away.\nsings.\n"
+        for i in items
     ]
     (folder / "hellaswag_val.txt").write_text("".join(hellaswag))
     (folder / "wikitext-2").mkdir()
@@ -152,7 +153,7 @@ PROMPTS = {
     "winogrande": (2, [("2 so Ann", " won."), ("2 so Bo", " won.")], 1),
     "hellaswag": (
         1,
-        [("Cats: A cat 1 sits. it", f" {e}") for e in ("purrs.", " barks.", "flies away.", "sings.")],
+        [("Cats: A cat 1 sits. It and bob", f" {e}") for e in ("purrs.", " barks.", "flies away.", "sings.")],
         2,
     ),
     "mmlu": (
@@ -182,6 +183,20 @@ def test_choices_and_the_right_one(name, data):
         assert task.process_results(task.eval_docs[item], likelihoods)["acc"] == (favourite == gold)
 
 
+def test_a_subject_alone_has_its_examples(model, tokenizer, data):
+    name = "mmlu_abstract_algebra"
+    task = first_task(name, data)
+    assert requests(task, 1) == PROMPTS["mmlu"][1]
+    assert set(run_tasks(model, tokenizer, load_tasks([name], data=data), limit=2, batch=4)) == {name}
+    with pytest.raises(EvaluationError, match="task 'mmlu_algebra': no subject of mmlu; expected one of its"):
+        load_tasks(["mmlu_algebra"], data=data)
+
+
+def test_what_differs_from_lm_eval_is_said(data):
+    ready = load_tasks(["piqa", "hellaswag", "triviaqa"], data=data)
+    assert set(deviations(ready)) == {"hellaswag", "triviaqa"}
+
+
 def test_lambada(data):
     task = first_task("lambada_openai", data)
     assert requests(task, 1) == [("The end of 1, he said", " goodbye")]
@@ -191,11 +206,11 @@ def test_lambada(data):
 
 def test_triviaqa(data):
     task = first_task("triviaqa", data)
-    shots = [f"Question: Who {i}?\nAnswer: Main {i}\n\n" for i in range(ITEMS)]
+    shots = [f"Question: Who {i}??\nAnswer: Main {i}\n\n" for i in range(ITEMS)]
     for item in range(ITEMS):
         ((prompt, options),) = requests(task, item)
         others = [shot for i, shot in enumerate(shots) if i != item]
-        assert prompt == "".join(others[:5]) + f"Question: Who {item}?\nAnswer:"
+        assert prompt == "".join(others[:5]) + f"Question: Who {item}??\nAnswer:"
     assert options["until"] == ["\n", ".", ","]
     assert options["do_sample"] is False
     for answer, right in (("MAIN 2!", 1), ("alias 2", 1), ("Main 3", 0), ("Main", 0), ("", 0)):

@@ -9,6 +9,9 @@ from fuzz.cases import command
 from support.architectures import build_checkpoint
 from support.calibrating import add_tokenizer, words
 
+from trilobite.checkpoint.evaluation import EVALUATION
+from trilobite.checkpoint.packed import PARTIAL
+
 VOCABULARY = 256
 
 
@@ -27,6 +30,36 @@ class Task:
     def command_line(self, made: Path, out: Path) -> list[str]:
         """With both folders filled in."""
         return [a.format(made=made, out=out) for a in self.arguments.split()]
+
+    def place(self, made: Path, work: Path) -> Path:
+        """A new folder to write to, `work`/out, with what the command starts from."""
+        out = work / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        self.fill(made, out)
+        return out
+
+    def fill(self, made: Path, out: Path) -> None:
+        """Put what the command starts from into its folder."""
+        if self.starts_from:
+            shutil.copytree(made / self.starts_from, out / self.result)
+
+    def looks_whole(self, out: Path) -> bool:
+        """Whether somebody who looks at it takes the result for a finished one."""
+        path = out / self.result
+        if self.starts_from:
+            return (path / EVALUATION).exists()
+        if path.suffix:
+            return path.exists()
+        return (path / "config.json").exists() and not (path / PARTIAL).exists()
+
+    def of_result(self, found: dict[str, str]) -> dict[str, str]:
+        """The files of the result that somebody sees, without what an interrupted run keeps beside them."""
+        return {
+            name: digest
+            for name, digest in found.items()
+            if name.partition("/")[0] == self.result and not Path(name).name.startswith(".")
+        }
 
 
 TEXT = "--calibration {made}/text.txt --samples 6 --context 32"

@@ -25,6 +25,8 @@ from transformers import MistralConfig, MixtralConfig
         ("dbrx", "search3"),  # experts in two dimensions
         ("jetmoe", "int8"),  # keeps its experts under other names
         ("aria", "int8"),  # image-text, transposed experts
+        ("ernie4_5_vl_moe", "int8"),  # experts for text and for images, numbered through on disk
+        ("qwen4_exp_text", "int8"),  # an embedding in pieces, put together on the CPU
         ("gemma4", "int8"),  # image-text; its configuration has no experts by default
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import build_checkpoint
+from transformers import AutoModelForCausalLM
 
 from trilobite.checkpoint.source import open_source
 from trilobite.checkpoint.verify import verify
@@ -86,8 +87,11 @@ def test_a_lost_super_scale_is_found(made: dict[str, Path], tmp_path: Path) -> N
     lost = next(name for name in tensors if name.endswith("q_proj.weight_scale"))
     del tensors[lost]
     save_file(tensors, weights, {"format": "pt"})
+    weights.rename(folder / "model.safetensors")
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     found = {checked.name: checked.damage for checked in verify(open_source(str(folder))) if checked.damage}
     assert found == {lost: "is missing"}
-    with pytest.raises(TrilobiteError, match="is missing"):
-        load(str(folder), verify=True)
+    # Its tiles are as large as those of another format.
+    for loaded in (load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(TrilobiteError, match=f"'{lost}' of trilobite.json is missing"):
+            loaded(str(folder))

@@ -81,6 +81,7 @@ QWEN4 = {
     "ple_embed_dim": 64,
     "make_ngram_vocab_size_divisible_by": 8,
 }
+DIFFUSION = {"num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": 96}
 GEMMA4 = {"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 96}
 EXACT: dict[str, dict[str, Any]] = {
     "dbrx": {
@@ -91,6 +92,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {
         "text_config": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]}
     },
+    "diffusion_gemma": {"text_config": DIFFUSION},
     "dots1": {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots3_note": {"text_config": {"head_dim": 32}},
     "dots3_note_text": {"head_dim": 32},
@@ -318,6 +320,8 @@ def row(model_type: str, folder: Path) -> tuple[str, str]:
         if not any(name.endswith("experts") for name, _ in model.named_modules()):
             return "no experts", ""
         logits(model)
+    except TrilobiteError as e:
+        return "no", str(e).replace(str(folder / "original"), "").strip(": ")
     except Exception as e:
         return "not tried", f"no tiny model of it: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
     largest = 0.0
@@ -325,7 +329,7 @@ def row(model_type: str, folder: Path) -> tuple[str, str]:
         try:
             largest = max(largest, try_type(folder, name))
         except TrilobiteError as e:
-            return "no", str(e).replace(str(folder / "original"), "").strip()
+            return "no", str(e).replace(str(folder / "original"), "").strip(": ")
         except Exception as e:
             return "FAULT", f"{name}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
     return "yes", f"{largest:.0e}"

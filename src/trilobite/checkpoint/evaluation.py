@@ -12,7 +12,7 @@ from trilobite.errors import CheckpointError, DestinationError, FormatVersionErr
 EVALUATION = "trilobite-eval.json"
 KIND = "trilobite evaluation"
 VERSION = 1
-WHAT = ("text", "context", "windows", "reference", "limit", "activations", "tasks")
+WHAT = ("text", "rows", "context", "windows", "reference", "limit", "activations", "tasks")
 """Which measurement an entry is: a new one of the same replaces it."""
 
 

@@ -20,7 +20,7 @@ MIXER = r"\.(?:mixer|conv|short_conv|ssm)\."
 RULES: tuple[tuple[str, Role, str | None], ...] = (
     # Parts that are kept whole: other modalities, convolutions, states, positions, biases.
     (
-        r"^(?:model\.)?(?:vision|visual|audio|sound|multi_modal|mm_|vit_|sam_|qwen2_model|perception|ctc_|projector"
+        r"^(?:model\.)?(?:encoder\.)?(?:vision|visual|audio|sound|multi_modal|mm_|vit_|sam_|qwen2_model|perception|ctc_|projector"
         r"|patch_merge|pre_mm|embed_vision|embed_audio|mlp1|language_projection|resampler)\w*\.",
         Role.OTHER,
         None,
@@ -33,6 +33,12 @@ RULES: tuple[tuple[str, Role, str | None], ...] = (
         Role.OTHER,
         None,
     ),  # DeepSeek-V4, GLM 5
+    (
+        r"hyper_connection\w*\.(?:input_mix_weight_\w+|block_inject_weight)\.weight$",
+        Role.OTHER,
+        None,
+    ),  # Qwen 4
+    (r"\.self_conditioning\.", Role.OTHER, None),  # DiffusionGemma
     (r"\.attn_res\.|\.\w+_l2_clip\.|\.rel_logits_proj\.|_sconv\.|\.conv_qk_\w+\.", Role.OTHER, None),
     (r"norm\.(?:W_down|W_up|mlp\.fc[12])\.weight$", Role.OTHER, None),  # A.X K2: small gates of norms
     (r"(?:embed_positions|position_embeddings?|wpe|relative_attention_bias)\.weight$", Role.OTHER, None),
@@ -100,6 +106,7 @@ RULES: tuple[tuple[str, Role, str | None], ...] = (
     (r"\.per_layer_(?:input_gate|projection|model_projection)\.weight$", Role.DENSE_MLP, None),  # Gemma
     (r"\.layers\.\d+\.fc1\.weight$", Role.DENSE_MLP, "up"),  # BART, M2M100 and their like
     (r"\.layers\.\d+\.fc2\.weight$", Role.DENSE_MLP, "down"),
+    (r"\.ple\.(?:key|value)_proj\.weight$", Role.DENSE_MLP, None),  # Qwen 4
     # Multi-token prediction: joins the next token's embedding to the hidden state.
     (r"(?:\.eh_proj|^mtp\.fc)\.weight$", Role.DENSE_MLP, None),
     # Both ends of the model.
@@ -108,6 +115,7 @@ RULES: tuple[tuple[str, Role, str | None], ...] = (
         Role.EMBEDDING,
         None,
     ),
+    (r"\.ngram_embedding(?:\.shard_\d+)?\.weight$", Role.EMBEDDING, None),  # Qwen 4
     (r"^(?:model\.)?shared\.weight$", Role.EMBEDDING, None),
     (r"^(?:head|output)\.weight$", Role.HEAD, None),
     (r"(?:^|\.)(?:lm_head|embed_out|shared_head\.head|unembed)\.weight$", Role.HEAD, None),

@@ -25,17 +25,20 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from trilobite.checkpoint.kinds import EXPERT_INDEX, by_kind, experts_of_a_kind
 from trilobite.checkpoint.layers import layer_key, layer_number, stack_of
 from trilobite.checkpoint.role_names import RULES
 from trilobite.checkpoint.source import Source
 from trilobite.checkpoint.unpack import (
+    FP8,
     MX_GROUP,
     UNPACKABLE,
     dequantize_blocks,
     dequantize_mxfp4,
     quantization_of,
+    scale_of,
 )
-from trilobite.errors import ArchitectureError, CheckpointError
+from trilobite.errors import ArchitectureError
 from trilobite.recipe import Role
 
 _RULES = tuple((re.compile(pattern), role, projection) for pattern, role, projection in RULES)
@@ -56,9 +59,6 @@ FLAT = re.compile(r"\.experts\.mlp\.(?:w1|v1|w2)$")
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call the number of experts of a layer."""
 
-FP8 = ("F8_E4M3", "F8_E5M2")
-
-_EXPERT_INDEX = re.compile(r"\.experts\.(?:expert_)?(\d+)\.")
 _ROLE_ORDER = (
     Role.EMBEDDING,
     Role.ATTENTION,
@@ -137,8 +137,9 @@ def identify(
     """
     quantization = quantization_of(source, *UNPACKABLE)
     block = quantization.get("weight_block_size") or (128, 128)
-    scales = {name: scale for name in source.tensors if (scale := _scale_of(source, name))}
+    scales = {name: scale for name in source.tensors if (scale := scale_of(source, name))}
     consumed = set(scales.values())
+    of_a_kind = experts_of_a_kind(_model_type(source), source.tensors)
     matrices: list[Matrix] = []
     unmatched: list[str] = []
     for name, info in source.tensors.items():
@@ -154,10 +155,13 @@ def identify(
         if match.role is Role.EXPERT and (len(info.shape) > 2 or FLAT.search(name)):
             matrices += _cut_experts(source, name, match.projection, view)
         else:
-            index = _EXPERT_INDEX.search(name) if match.role is Role.EXPERT else None
+            index = EXPERT_INDEX.search(name) if match.role is Role.EXPERT else None
             expert = int(index[1]) if index else None
+            called = by_kind(name, of_a_kind) if of_a_kind and index else name
             matrices.append(
-                Matrix(name, match.role, layer_number(name), expert, match.projection, info.shape, name, view)
+                Matrix(
+                    called, match.role, layer_number(name), expert, match.projection, info.shape, name, view
+                )
             )
     if unmatched and not keep_unmatched:
         unmatched.sort(key=_natural)
@@ -232,20 +236,6 @@ def _match_table(name: str, dims: int) -> _Match | None:
             return _Match(role, projection)
     # Vectors cost nothing to keep, unless they belong to an expert, of which nothing may go unnoticed.
     return _Match(Role.OTHER, None) if dims < 2 and "expert" not in name else None
-
-
-def _scale_of(source: Source, name: str) -> str | None:
-    """The tensor that holds the scales of this one, or None when it has none."""
-    if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in source.tensors:
-        return f"{name.removesuffix('_blocks')}_scales"
-    if source.tensors[name].dtype not in FP8 or len(source.tensors[name].shape) < 2:
-        return None
-    if f"{name}_scale_inv" not in source.tensors:
-        raise CheckpointError(
-            f"{source.path}: {name} is fp8 without {name}_scale_inv; expected block scales beside every fp8 "
-            "weight: copy the checkpoint again, or compress its 16-bit original"
-        )
-    return f"{name}_scale_inv"
 
 
 def _cut_experts(source: Source, name: str, projection: str | None, view: View) -> list[Matrix]:

@@ -14,6 +14,8 @@ from trilobite.errors import CheckpointError
 UNPACKABLE = ("fp8", "mxfp4")
 """quant_method of the originals that we read."""
 
+FP8 = ("F8_E4M3", "F8_E5M2")
+
 MX_GROUP = 32
 """Values that share one MXFP4 scale."""
 
@@ -67,3 +69,23 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     w = torch.ldexp(values[nibbles.int()], exponent.unsqueeze(-1))
     return w.flatten(-2).bfloat16()
+
+
+def check_scales(source: Source) -> None:
+    """Raise CheckpointError for an fp8 weight without its scales."""
+    for name in source.tensors:
+        scale_of(source, name)
+
+
+def scale_of(source: Source, name: str) -> str | None:
+    """The tensor that holds the scales of this one, or None when it has none. Raises CheckpointError for fp8 without."""
+    if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in source.tensors:
+        return f"{name.removesuffix('_blocks')}_scales"
+    if source.tensors[name].dtype not in FP8 or len(source.tensors[name].shape) < 2:
+        return None
+    if f"{name}_scale_inv" not in source.tensors:
+        raise CheckpointError(
+            f"{source.path}: {name} is fp8 without {name}_scale_inv; expected block scales beside every fp8 "
+            "weight: copy the checkpoint again, or compress its 16-bit original"
+        )
+    return f"{name}_scale_inv"

@@ -47,6 +47,16 @@ def check_intact(source: Source) -> None:
         raise CheckpointError(tell(source.path, damaged))
 
 
+def check_names(source: Source) -> None:
+    """Raise CheckpointError for a tensor that is in trilobite.json and not in the files, by name alone.
+
+    Without its second-level scales a matrix may look like one in another format. Reports without checksums name none.
+    """
+    _, tensors = _listed(source.path)
+    for name in tensors.keys() - source.tensors.keys():
+        raise CheckpointError(f"{source.path}: tensor {name!r} of {REPORT} is missing; copy the folder again")
+
+
 def tell(path: Path, damaged: Sequence[Checked]) -> str:
     """One line for people."""
     others = f", and so are {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -75,7 +85,17 @@ def refreshed(report: str, folder: Path) -> str:
 
 
 def _expected(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Checksums by file and by tensor."""
+    """Checksums by file and by tensor. Raises CheckpointError where there are none."""
+    files, tensors = _listed(folder)
+    if not tensors:
+        raise CheckpointError(
+            f"{folder / REPORT}: holds no checksums, it was written before there were any; compress the original again"
+        )
+    return files, tensors
+
+
+def _listed(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Checksums by file and by tensor, those that there are."""
     report = read_report(folder)
     try:
         files = dict(report.get(CHECKSUMS, {}))
@@ -85,10 +105,6 @@ def _expected(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
             raise ValueError(f"{CHECKSUMS} of files elsewhere")
     except DAMAGE as e:
         raise CheckpointError(f"{folder / REPORT}: damaged ({e}); copy the file again") from e
-    if not tensors:
-        raise CheckpointError(
-            f"{folder / REPORT}: holds no checksums, it was written before there were any; compress the original again"
-        )
     return files, tensors
 
 

@@ -1,6 +1,8 @@
 """The command line: its commands, one module for each group of them, and what their errors become."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -21,7 +23,7 @@ from trilobite.cli import (
     verify,
 )
 from trilobite.cli.streams import fail, standard_streams
-from trilobite.errors import TrilobiteError
+from trilobite.errors import TrilobiteError, refuse_exhausted
 
 app = typer.Typer(
     name="trilobite",
@@ -70,6 +72,18 @@ def top(
     """The options of `trilobite` itself."""
 
 
+@contextmanager
+def _within_the_system() -> Iterator[None]:
+    """Raise ResourceError where memory or threads end."""
+    try:
+        yield
+    except TrilobiteError:
+        raise
+    except Exception as e:
+        refuse_exhausted("trilobite", e)
+        raise
+
+
 def main() -> None:
     """Run the command line of this process. Exit status: 0, 1 after an error, 2 for wrong usage.
 
@@ -78,7 +92,7 @@ def main() -> None:
     # torch's idle threads spin for milliseconds by default, on the cores where the CPU engine wants to go on.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        with standard_streams():
+        with standard_streams(), _within_the_system():
             app(prog_name="trilobite")
     except TrilobiteError as e:
         fail(str(e))

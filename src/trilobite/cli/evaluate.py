@@ -34,7 +34,9 @@ BatchOption = Annotated[
     int | None,
     typer.Option("--batch", help="Windows in a forward pass; default: what fits.", min=1, metavar="N"),
 ]
-
+RowsOption = Annotated[
+    bool, typer.Option("--rows", help="Join the lines of --text as OPTQ does WikiText's: by empty ones.")
+]
 ReferenceOption = Annotated[
     str | None,
     typer.Option(
@@ -61,6 +63,7 @@ def evaluate(
     text: TextOption = None,
     context: WindowOption = None,
     batch: BatchOption = None,
+    rows: RowsOption = False,
     reference: ReferenceOption = None,
     tasks: TasksOption = None,
     data: DataOption = None,
@@ -98,13 +101,15 @@ def evaluate(
         raise typer.BadParameter("--reference goes with --text and --translation")
     if not names and (data or (limit and translation is None)):
         raise typer.BadParameter(f"--{'data' if data else 'limit'} goes with --tasks")
+    if rows and text is None:
+        raise typer.BadParameter("--rows goes with --text")
     if save:
         check_destination(Path(model))
     if translation is None and (to or source):
         raise typer.BadParameter(f"--{'to' if to else 'from'} goes with --translation")
     from trilobite import load
     from trilobite.evaluate.measure import default_context, fitting_batch, score_file
-    from trilobite.evaluate.tasks import load_tasks, run_tasks
+    from trilobite.evaluate.tasks import deviations, load_tasks, run_tasks
     from trilobite.runtime.load import load_tokenizer
     from trilobite.runtime.translate.translator import Search, Translator
 
@@ -126,11 +131,14 @@ def evaluate(
         context = context or default_context(2048, *filter(None, (loaded, original)))
         if text is not None:
             with Progress() as bars:
-                sizes: Any = {"context": context, "batch": batch, "progress": bars.step("windows")}
+                sizes: Any = {"context": context, "batch": batch, "rows": rows}
+                sizes["progress"] = bars.step("windows")
                 score = score_file(loaded, tokenizer, text, reference=original, **sizes)
-            found |= {"text": str(text)} | _plain(score)
+            found |= {"text": str(text)} | ({"rows": True} if rows else {}) | _plain(score)
         if names:
             batch = batch or fitting_batch(loaded, context)
+            if differs := deviations(ready):
+                found["differs"] = differs
             found["tasks"] = run_tasks(loaded, tokenizer, ready, limit=limit, batch=batch)
     _print_found(found, json)
     if save:
@@ -171,6 +179,8 @@ def _print_found(found: dict[str, Any], json: bool) -> None:
         _print_translation(found["model"], found["translation"])
     if "tasks" in found:
         _print_tasks(found["tasks"])
+        for name, text in found.get("differs", {}).items():
+            print(f"{name} is not lm_eval's: {text}")
 
 
 def _pairs(files: tuple[Path, Path], limit: int | None) -> tuple[list[str], list[str]]:
@@ -216,7 +226,10 @@ def _print_score(found: dict[str, Any]) -> None:
         rows.append(("top-1 agreement with the reference", number(found["top1"])))
     rows.append(("tokens predicted", str(found["tokens"])))
     rows.append(("seconds", number(found["seconds"], 1)))
-    title = f"{found['model']} on {found['text']}, {found['windows']} windows of {found['context']} tokens"
+    how = ", lines joined as OPTQ does" if found.get("rows") else ""
+    title = (
+        f"{found['model']} on {found['text']}{how}, {found['windows']} windows of {found['context']} tokens"
+    )
     print_table(("", ""), rows, title=title)
 
 

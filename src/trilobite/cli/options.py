@@ -57,7 +57,9 @@ RankOption = Annotated[
 MethodOption = Annotated[
     str | None,
     typer.Option(
-        "--method", help="How codes are found: rtn, search, hqq, gptq, gptq-order or ldlq.", metavar="METHOD"
+        "--method",
+        help="How codes are found: rtn, search, hqq, hqq-paper, gptq, gptq-order or ldlq.",
+        metavar="METHOD",
     ),
 ]
 CompensatorOption = Annotated[

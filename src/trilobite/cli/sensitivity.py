@@ -49,6 +49,7 @@ def sensitivity(
     """
     if output is not None:
         check_output(output, text)
+    from trilobite.checkpoint.files import write_whole
     from trilobite.checkpoint.source import open_source
     from trilobite.quantize.calibrate.windows import Calibration
     from trilobite.quantize.run.options import Options
@@ -67,7 +68,7 @@ def sensitivity(
         )
         bars.complete()
     if output is not None:
-        output.write_text(jsonlib.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_whole(output, (jsonlib.dumps(found, indent=1) + "\n").encode())
     if json:
         print(jsonlib.dumps(found, indent=2))
         return

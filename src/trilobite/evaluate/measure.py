@@ -37,11 +37,15 @@ def score_file(
     *,
     context: int,
     batch: int | None = None,
+    rows: bool = False,
     reference: PreTrainedModel | None = None,
     progress: Progress | None = None,
 ) -> Score:
-    """Perplexity on a text file, with a reference also the distance to it. Raises EvaluationError."""
-    ids = tokenize_file(tokenizer, text)
+    """Perplexity on a text file, with a reference also the distance to it. Raises EvaluationError.
+
+    rows: see `tokenize_file`
+    """
+    ids = tokenize_file(tokenizer, text, rows=rows)
     batch = batch or fitting_batch(model, context)
     name = str(Path(model.name_or_path).resolve())
     scores = score({name: model}, ids, context=context, batch=batch, reference=reference, progress=progress)

@@ -51,9 +51,10 @@ class Score:
     reference_perplexity: float | None = None
 
 
-def tokenize_file(tokenizer: PreTrainedTokenizerBase, path: Path) -> Tensor:
+def tokenize_file(tokenizer: PreTrainedTokenizerBase, path: Path, *, rows: bool = False) -> Tensor:
     """Tokenise a whole file as one text, with the special tokens that the tokenizer adds by itself (OPTQ).
 
+    rows: join its lines as `joined_rows` does
     returns: [L] int64. Raises EvaluationError for a file that is missing, empty or not UTF-8.
     """
     try:
@@ -65,8 +66,14 @@ def tokenize_file(tokenizer: PreTrainedTokenizerBase, path: Path) -> Tensor:
     if not text.strip():
         raise EvaluationError(f"{path}: holds no text; give a file of at least one window of tokens")
     # verbose=False: the text is meant to be longer than the context, so the warning about it would mislead
-    ids: list[int] = tokenizer(text, verbose=False).input_ids
+    ids: list[int] = tokenizer(joined_rows(text) if rows else text, verbose=False).input_ids
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def joined_rows(text: str) -> str:
+    """OPTQ's text: the lines as rows of the data set, which end in a line break unless blank, joined by two more."""
+    lines = text.removesuffix("\n").split("\n")
+    return "\n\n".join(f"{line}\n" if line.strip() else "" for line in lines)
 
 
 def windows(ids: Tensor, context: int) -> Tensor:

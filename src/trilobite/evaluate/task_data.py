@@ -24,6 +24,9 @@ from trilobite.errors import EvaluationError
 SHOTS = 5
 """Worked examples in front of each question of MMLU and TriviaQA, as in MiLo (arXiv:2504.02658)."""
 
+SENTENCE = re.compile(r"(?<=[.!?] )[^.!?]+$")
+"""The beginning of a sentence at the end of HellaSwag's contexts, which lm_eval capitalizes."""
+
 Rows = list[dict[str, Any]]
 
 
@@ -56,6 +59,7 @@ def read_hellaswag(*, data: str, file: str, **_: object) -> dict[str, Any]:
     rows: Rows = []
     for start in range(0, len(lines), 6):
         query, gold, *choices = lines[start : start + 6]
+        query = SENTENCE.sub(lambda last: last[0].capitalize(), query)
         _check_gold(path, start + 2, gold, choices)
         rows.append({"query": query, "choices": choices, "gold": int(gold)})
     return {"test": _dataset(path, rows)}

@@ -12,7 +12,7 @@ import copy
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ TASK_FILES = Path(__file__).with_name("task_files")
 TASKS = tuple(sorted(path.stem for path in TASK_FILES.glob("*.yaml")))
 """The tasks that run from local files."""
 
+MMLU = "mmlu"
 FEWSHOT = {"mmlu": SHOTS, "triviaqa": SHOTS}
+"""By what the name of a task begins with: those of MMLU's subjects begin with its own."""
 ONLINE_NAMES = {"wikitext2": "wikitext"}
 TALKERS = ("lm_eval", "datasets", "huggingface_hub")
 """Loggers with notes on what is registered, and on every attempt to reach the network."""
@@ -98,6 +100,9 @@ def _manager(data: Path | None) -> Any:
 
 def _load(manager: Any, name: str, *, online: bool) -> Any:
     known_as = ONLINE_NAMES.get(name, name) if online else name
+    subject = f"{MMLU}::{name}" if name.startswith(f"{MMLU}_") and not online else ""
+    if subject:
+        known_as = MMLU
     if known_as not in manager.all_tasks:
         more = ", and all that `lm_eval ls tasks` prints" if online else ""
         raise EvaluationError(f"task {name!r}: unknown; known are {', '.join(TASKS)}{more}")
@@ -108,11 +113,32 @@ def _load(manager: Any, name: str, *, online: bool) -> Any:
     except (OSError, ValueError) as e:  # what `datasets` raises without network, or without its cache
         reason = " ".join(str(e).split())
         raise EvaluationError(f"task {name!r}: cannot load its data ({reason}); use --data DIR") from e
+    if subject:
+        loaded = _only(loaded, subject, name)
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") is None:
-            task.set_config("num_fewshot", FEWSHOT.get(name, 0))
+            task.set_config("num_fewshot", next((n for of, n in FEWSHOT.items() if name.startswith(of)), 0))
         task.set_fewshot_seed(SEED)
     return loaded
+
+
+def _only(loaded: Any, member: str, name: str) -> Any:
+    """One member of a group, on its own. Raises EvaluationError where there is none."""
+    if member not in loaded["tasks"]:
+        some = ", ".join(m.rpartition("::")[2] for m in sorted(loaded["tasks"])[:3])
+        raise EvaluationError(f"task {name!r}: no subject of {MMLU}; expected one of its 57, such as {some}")
+    return {**loaded, "tasks": {member: loaded["tasks"][member]}, "groups": {}}
+
+
+def deviations(tasks: Mapping[str, Any]) -> dict[str, str]:
+    """How tasks of `load_tasks` differ from lm_eval's of the same names, where they do."""
+    found = {}
+    for name, loaded in tasks.items():
+        for task in loaded["tasks"].values():
+            metadata = task.get_config("metadata") or {}
+            if differs := metadata.get("differs"):
+                found[name] = str(differs)
+    return found
 
 
 def _run(lm: Any, name: str, loaded: Any, limit: int | None) -> dict[str, dict[str, float]]:

@@ -7,7 +7,6 @@ writes the same bytes to the same places.
 A task that Ray believes to be lost may still be at work on a node that cannot be reached; it writes those bytes, too.
 """
 
-import errno
 import math
 import os
 import re
@@ -24,7 +23,14 @@ from typing import Any
 
 import torch
 
-from trilobite.errors import MissingExtraError, ResourceError, SettingError, TrilobiteError, one_line
+from trilobite.errors import (
+    MissingExtraError,
+    ResourceError,
+    SettingError,
+    TrilobiteError,
+    exhausted,
+    one_line,
+)
 from trilobite.quantize.calibrate.protocols import Record
 from trilobite.quantize.run.executor import MOST_TASKS, Job, Task, do_task
 from trilobite.quantize.run.options import usable_cores
@@ -248,7 +254,7 @@ def _work(shared: list[Any], task: Task, hessian: Any, note: Any) -> tuple[str, 
     except ResourceError as e:
         raise MemoryError(one_line(e)) from None
     except (RuntimeError, OSError) as e:  # torch, or a mapping
-        if "can't allocate memory" in str(e) or getattr(e, "errno", None) == errno.ENOMEM:
+        if exhausted(e):
             raise MemoryError(one_line(e)) from None
         raise
     return ray.get_runtime_context().get_node_id(), socket.gethostname(), records

@@ -22,6 +22,7 @@ from transformers.quantizers import HfQuantizer
 from trilobite.checkpoint.guard import lift
 from trilobite.checkpoint.packed import REPORT, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
+from trilobite.checkpoint.verify import check_names
 from trilobite.errors import CheckpointError, OffloadError, RecipeError
 from trilobite.integrations.config import Tensors, TrilobiteConfig
 from trilobite.integrations.resizing import resize_packed
@@ -126,6 +127,8 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             known, rows = self._stored(self.source), self.source.rows
         if self.pre_quantized and folder is not None:
             self.notes = notes_of(Path(folder))
+            if self.source is not None and REPORT in self.notes:
+                check_names(self.source)
         swap_modules(model, group_parts({translate(name): t for name, t in on_meta(known).items()}))
         if not self.pre_quantized:
             self._expect_originals(model, translate)

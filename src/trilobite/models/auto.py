@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.checkpoint.source import Source
-from trilobite.errors import ArchitectureError, CheckpointError, one_line
+from trilobite.errors import ArchitectureError, CheckpointError, one_line, refuse_exhausted
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LAYERS = (
@@ -50,6 +50,7 @@ def read_config(source: Source) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # what transformers' code makes of odd values has no common class
+        refuse_exhausted(path / "config.json", e)
         raise CheckpointError(
             f"{path / 'config.json'}: no configuration of a {kind} ({one_line(e)}); correct it, or copy it again"
         ) from e
@@ -105,6 +106,7 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # type: ignore[no-any-return]
     except Exception as e:  # tokenizers, written in Rust, raises plain Exceptions
+        refuse_exhausted(path, e)
         if "custom code" in str(e):
             raise CheckpointError(
                 f"{path}: its tokenizer is Python code in the checkpoint (auto_map in tokenizer_config.json), which "

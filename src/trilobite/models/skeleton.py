@@ -1,5 +1,6 @@
 """A transformers model without data: what a checkpoint's tensors have to be, before anything is read or written."""
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import WeightTransform, convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from trilobite.checkpoint.source import Source
-from trilobite.errors import ArchitectureError, one_line
+from trilobite.errors import ArchitectureError, one_line, refuse_exhausted
 from trilobite.models.quiet import quiet
 
 MAPPINGS = (
@@ -27,6 +28,8 @@ MAPPINGS = (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 """Models that generate text; those of the last also look at images, and need not."""
+BLOCKS = "ForBlockDiffusion"
+"""How names of classes end that do not tell one token from those before it."""
 _LAYER = re.compile(r"^(.*?\blayers)\.(\d+)\.")
 
 
@@ -64,6 +67,11 @@ def model_class(config: PreTrainedConfig, source: Source) -> type[PreTrainedMode
             f"{source.path}: {type(config).__name__} has no text generation model in transformers; upgrade "
             "transformers, or take a checkpoint of the language model alone"
         )
+    if found.__name__.endswith(BLOCKS):
+        raise ArchitectureError(
+            f"{source.path}: a {found.__name__} writes whole blocks of text with layers that its two stacks share, "
+            "which cannot run packed; take a model that writes token by token"
+        )
     return found
 
 
@@ -75,6 +83,7 @@ def skeleton(config: PreTrainedConfig, source: Source) -> PreTrainedModel:
             # Another dtype would for a while be torch's default, in all threads.
             model: PreTrainedModel = kind._from_config(config, dtype=torch.get_default_dtype())
     except Exception as e:  # what transformers' code makes of odd values has no common class
+        refuse_exhausted(source.path / "config.json", e)
         raise impossible(kind, source, e) from e
     return model
 
@@ -96,7 +105,7 @@ def compare(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Difference
     settings = LoadStateDictConfig(
         dtype=model.dtype,
         dtype_plan=model._get_dtype_plan(model.dtype),
-        weight_mapping=get_model_conversion_mapping(model),
+        weight_mapping=[_on_meta(conversion) for conversion in get_model_conversion_mapping(model)],
         device_map={"": torch.device("meta")},
     )
     with quiet():
@@ -113,6 +122,14 @@ def compare(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Difference
         wrong={name: (tuple(have), tuple(want)) for name, have, want in sorted(found.mismatched_keys)},
         unclear=sorted(found.conversion_errors),
     )
+
+
+def _on_meta(conversion: WeightTransform) -> WeightTransform:
+    """The same conversion, without a device of its own: Qwen 4's largest embedding is put together on the CPU."""
+    if getattr(conversion, "force_cpu", False):
+        conversion = copy.copy(conversion)
+        conversion.force_cpu = False
+    return conversion
 
 
 def _predicts_ahead(model: PreTrainedModel, name: str) -> bool:

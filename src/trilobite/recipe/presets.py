@@ -21,10 +21,10 @@ def _fine(bits: int, fmt: str, summary: str) -> Recipe:
 
 
 def _published(name: str, summary: str) -> Recipe:
-    """MiLo as in Table 4: HQQ inside, 16-bit head, and ranks that no cap lowers."""
-    rules = (Rule(roles=BODY_ROLES, format=Format(bits=3, group=64), method="hqq"),)
+    """MiLo as printed: Algorithm 1 with HQQ by eq. 4-9 and eq. 13, a 16-bit head, Table 4's ranks without a cap."""
+    rules = (Rule(roles=BODY_ROLES, format=Format(bits=3, group=64), method="hqq-paper"),)
     rank = f"auto:{name.removesuffix('-paper')}"
-    return Recipe(name=name, rules=rules, rank=rank, cap=False, summary=summary)
+    return Recipe(name=name, rules=rules, rank=rank, refit=False, cap=False, summary=summary)
 
 
 def _experts_only(name: str, experts: str, summary: str) -> Recipe:
@@ -71,8 +71,8 @@ PRESETS: dict[str, Recipe] = {
         _preset(
             "milo-s2", "int3-g64", "search", "3-bit with low-rank compensators, large", rank="auto:milo-s2"
         ),
-        _published("milo-s1-paper", "MiLo-s1 with the published quantizer and ranks"),
-        _published("milo-s2-paper", "MiLo-s2 with the published quantizer and ranks"),
+        _published("milo-s1-paper", "MiLo-s1 as published: quantizer, compensators and ranks"),
+        _published("milo-s2-paper", "MiLo-s2 as published: quantizer, compensators and ranks"),
         _experts_only("int8-experts", "int8-channel-sym", "8-bit experts per channel, all else in 16 bit"),
         _experts_only("int4-experts", "int4-channel-sym", "4-bit experts per channel, all else in 16 bit"),
         _mixed("mixed-4-3", "int4-g64", "int3-g64", "4-bit dense parts, 3-bit experts (MoE offloading)"),

@@ -37,6 +37,7 @@ class Recipe:
 
     rank: sum of policies `uniform-r`, `dense-r`, `sparse-r`, `kurtosis-r`, `frequency-r`; "" = no compensators
     iterations: cap of MiLo's alternation (paper: 20; 1 = quantize, then compensate once)
+    refit: codes and compensators are fitted to each other as they are stored, which the paper leaves out
     cap: no compensator costs more bytes than the next wider format would
     columns: `sinkhorn` divides columns by scales that norms and other matrices take over (docs/methods.md), or `none`
     importance: where `search` learns what enters each column, to weigh errors by (docs/methods.md), or `none`
@@ -48,6 +49,7 @@ class Recipe:
     rank: str = ""
     compensator: str = "int3"
     iterations: int = 20
+    refit: bool = True
     cap: bool = True
     columns: str = "none"
     importance: str = "none"
@@ -119,6 +121,7 @@ class Recipe:
             "compensator": self.compensator,
             "iterations": self.iterations,
             "cap": self.cap,
+            **({} if self.refit else {"refit": False}),
             **{key: value for key, value in extra.items() if value != "none"},
             "roles": {pattern: role.value for pattern, role in self.roles},
             "rules": rules,

@@ -31,7 +31,7 @@ def parse_role(text: str) -> Role:
 
 DENSE_ROLES = (Role.ATTENTION, Role.SHARED_EXPERT, Role.DENSE_MLP)
 BODY_ROLES = (*DENSE_ROLES, Role.EXPERT)
-METHODS = ("rtn", "search", "hqq", "gptq", "gptq-order", "ldlq")
+METHODS = ("rtn", "search", "hqq", "hqq-paper", "gptq", "gptq-order", "ldlq")
 CALIBRATED_METHODS = ("gptq", "gptq-order", "ldlq")
 """Methods that need the Hessian of a layer's inputs, so a calibration text."""
 LATTICE_METHODS = ("rtn", "search", "ldlq")

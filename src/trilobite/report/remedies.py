@@ -54,7 +54,7 @@ def remedies(row: Row) -> tuple[str, ...]:
         free.append(f"{replace(fmt, double_quant=True)}: its weights are below what fp16 scales hold")
     if "tokens" in row and float(row.get("own", 1.0 if row["tokens"] else 0.0)) < FEW:
         free.append(f"its expert saw {row['tokens']} calibration tokens: more or other text, --samples")
-    if method in ("rtn", "hqq"):
+    if method in ("rtn", "hqq", "hqq-paper"):
         free.append("--method search: the same bytes")
     if rank and row.get("kurtosis", 0.0) > HEAVY:
         free.append("a kurtosis-r rank: as many bytes in all, more of them for outliers like these")

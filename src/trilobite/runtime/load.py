@@ -15,10 +15,10 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.checkpoint.layout import ALIGN
-from trilobite.checkpoint.packed import REPORT, check_finished, check_version, read_report
+from trilobite.checkpoint.packed import REPORT, check_finished, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
-from trilobite.checkpoint.unpack import UNPACKABLE, quantization_of
-from trilobite.checkpoint.verify import check_intact
+from trilobite.checkpoint.unpack import UNPACKABLE, check_scales, quantization_of
+from trilobite.checkpoint.verify import check_intact, check_names
 from trilobite.errors import (
     CheckpointError,
     DeviceError,
@@ -26,6 +26,7 @@ from trilobite.errors import (
     SettingError,
     TrilobiteError,
     one_line,
+    refuse_exhausted,
 )
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
@@ -79,7 +80,9 @@ def load(
     if packed:
         check_version(quantization.get("format_version"), str(source.path))
         if (source.path / REPORT).exists():
-            read_report(source.path)
+            check_names(source)
+    else:
+        check_scales(source)
     if verify:
         check_intact(source)
     tensors = map_tensors(source)
@@ -156,6 +159,7 @@ def _from_tensors(
     except TrilobiteError:
         raise
     except Exception as e:
+        refuse_exhausted(source.path, e)
         skeleton(config, source)  # says so where the configuration is to blame
         raise CheckpointError(
             f"{source.path}: its tensors do not make the model that config.json asks for ({type(e).__name__}: "

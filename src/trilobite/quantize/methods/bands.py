@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,12 @@ from trilobite.quantize.methods.rtn import rtn
 from trilobite.quantize.methods.search import STEPS, Scales, search
 from trilobite.recipe import Format
 
-SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {"rtn": rtn, "search": search, "hqq": hqq}
+SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
+    "rtn": rtn,
+    "search": search,
+    "hqq": hqq,
+    "hqq-paper": partial(hqq, published=True),
+}
 """How scale and offset of groups are found, by method."""
 BAND = 1 << 18
 """Weights that are quantized at a time: the working set stays in the cache and out of the memory bound."""

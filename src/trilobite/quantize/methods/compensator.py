@@ -37,6 +37,16 @@ def quantize_factor(factor: Tensor, compensator: str) -> Tensor:
     return encode_factor(factor, scale.view(groups.shape[:2]), compensator)
 
 
+def quantize_absmax(factor: Tensor, compensator: str) -> Tensor:
+    """Store one factor by eq. 13 alone: 2^b - 1 steps from minus to plus the largest size in a group.
+
+    factor: [R, L] fp32
+    """
+    groups = factor_groups(factor)
+    steps = 2 ** COMPENSATORS[compensator] - 1
+    return encode_factor(factor, groups.abs().amax(-1) * 2 / steps, compensator)
+
+
 def fit_factor(cross: Tensor, gram: Tensor) -> Tensor:
     """The least-squares factor gram^-1 cross [R, L]; ridge-regularised, as small terms may round to zero vectors.
 

@@ -14,7 +14,7 @@ KAPPA = 1.01
 ITERATIONS = 20
 
 
-def hqq(groups: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
+def hqq(groups: Tensor, fmt: Format, *, published: bool = False) -> tuple[Tensor, Tensor | None]:
     """The min-max scale, and the offset that minimises the l_p loss of the rounding error.
 
     Alternates M = shrink(W - W_dq) (eq. 6-7) and the zero point z = mean(W_q - (W - M) / s) (eq. 8-9) as published,
@@ -22,12 +22,15 @@ def hqq(groups: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     below beta**(-1/(2-p)) = 0.17, and real weights (sigma near 0.02) never reach that. And each group keeps its best
     iterate, where the published code returns the last.
 
+    published: without both, `hqq-paper` in recipes
     groups: [M, G] fp32    returns: scale [M], offset [M]; a symmetric format has no zero point and stays as rtn
     """
     scale, offset = rtn(groups, fmt)
     if offset is None:
         return scale, None
     sigma = groups.std(-1, unbiased=False).clamp_min(1e-30)
+    if published:
+        sigma = torch.ones_like(sigma)
     # Measured from the lowest weight, where z is 0: far from zero, z would be large and rounding would eat the codes.
     w = (groups - offset[:, None]) / sigma[:, None]
     s = (scale / sigma).clamp_min(1e-30)[:, None]
@@ -40,7 +43,7 @@ def hqq(groups: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
         size = error.abs().clamp_min_(1e-12)
         power = size.pow(P - 1)
         loss = (size * power).sum(-1)
-        better = loss < best_loss
+        better = (loss < best_loss) | published
         best_loss = torch.where(better, loss, best_loss)
         best_z = torch.where(better[:, None], z, best_z)
         if step == ITERATIONS:

@@ -15,7 +15,12 @@ from trilobite.quantize.methods.bands import (
     relative_error,
     sum_of_squares,
 )
-from trilobite.quantize.methods.compensator import fit_factor, quantize_factor, quantize_factors
+from trilobite.quantize.methods.compensator import (
+    fit_factor,
+    quantize_absmax,
+    quantize_factor,
+    quantize_factors,
+)
 from trilobite.quantize.methods.hessian import relative_loss
 from trilobite.quantize.methods.ldlq import quantize_lattice
 from trilobite.quantize.methods.lowrank import truncated_svd
@@ -101,6 +106,7 @@ def _compensated(
     Iteration t quantizes W - U V (eq. 4-9; or a least-squares search in their place), decomposes the residual
     W - W_dq (eq. 10-12) and measures eq. 14; it stops by eq. 15, at the cap, or on divergence, and the best iterate
     is kept. The factors are then stored (eq. 13) and the codes found once more for W minus the *stored* U V.
+    Without refits both are stored as the last iteration leaves them.
     """
     # Feedback moves errors to where H does not see them, and the low rank would spend its terms on them.
     draft = "search" if method == "ldlq" else method
@@ -110,21 +116,36 @@ def _compensated(
     work = torch.empty(w.shape, dtype=torch.float32, device=w.device)
     best: Factors | None = None
     last: Factors | None = None
+    before: Factors | None = None
     errors: list[float] = []
     for _ in range(compensation.iterations):
         residual = _draft(w, fmt, draft, last, work, compensation, weight)
         start = None if last is None else last[1] * root
         u, v, energy = truncated_svd(work, compensation.rank, seed=compensation.seed, start=start)
-        last = u, v / root
+        before, last = last, (u, v / root)
         errors.append(math.sqrt(max(residual - energy, 0.0)) / norm if norm else 0.0)
         if errors[-1] <= min(errors):  # with hqq and rtn inside errors may rise again
             best = last
         if converged(errors):
             break
     assert best is not None
+    assert last is not None
+    if not compensation.refit:
+        return replace(_as_published(w, fmt, draft, before, last, compensation), errors=tuple(errors))
     stored = _stored_factors(w, fmt, draft, best, compensation, work, weight)
     del work, last  # a copy of the matrix less while the last codes are found
     return replace(_codes(w, fmt, method, compensation, hessian, stored), errors=tuple(errors))
+
+
+def _as_published(
+    w: Tensor, fmt: AnyFormat, method: str, before: Factors | None, last: Factors, compensation: Compensation
+) -> Quantized:
+    """The codes of the last iteration, found for W minus the factors before it, and its factors, by eq. 13."""
+    target = w.float() if before is None else torch.addmm(w.float(), *before, alpha=-1)
+    weight = _codes(target, fmt, method, compensation, None).weight
+    lra, lrb = (quantize_absmax(f.contiguous(), compensation.compensator) for f in (last[0].T, last[1]))
+    weight = replace(weight, lra=lra, lrb=lrb)
+    return Quantized(weight=weight, error=relative_error(w, weight))
 
 
 def converged(errors: list[float]) -> bool:

@@ -34,12 +34,14 @@ class Quantized:
 class Compensation:
     """What to add to a quantized matrix. rank: of U V, 0 = nothing    compensator: its format    iterations: cap.
 
+    refit: codes and factors are fitted to each other as they are stored
     seed: of the SVD, and of the transform of the outputs    input_seed: of that of the inputs (lattice formats)
     """
 
     rank: int = 0
     compensator: str = "int3"
     iterations: int = 20
+    refit: bool = True
     seed: int = 0
     input_seed: int = 0
 

@@ -11,7 +11,7 @@ from trilobite.quantize.methods.quantized import Method
 from trilobite.recipe import AnyFormat
 
 METHODS: dict[str, Method] = {
-    **{name: partial(milo, method=name) for name in ("rtn", "search", "hqq", "ldlq")},
+    **{name: partial(milo, method=name) for name in ("rtn", "search", "hqq", "hqq-paper", "ldlq")},
     "gptq": gptq,
     "gptq-order": partial(gptq, ordered=True),
 }

@@ -329,6 +329,8 @@ def _kept(source: Source, m: Matrix, reason: str) -> PlanLine:
     wide = dtype in ("F32", "F64") and m.role in (*BODY_ROLES, Role.EMBEDDING, Role.HEAD) and len(m.shape) > 1
     if wide or (DTYPES[dtype].itemsize == 1 and m.quantizable):
         dtype, reason = "BF16", f"{reason}; {dtype} to BF16"
+    if m.view.expert is None:  # names of packed matrices may be others
+        m = replace(m, name=m.source)
     stored = StoredTensor(name=m.name, dtype=dtype, shape=m.shape)
     return PlanLine(matrix=m, format=None, note=reason, stored=(stored,))
 

@@ -106,6 +106,7 @@ def _compensation(line: PlanLine, recipe: Recipe) -> Compensation:
         rank=line.rank,
         compensator=recipe.compensator,
         iterations=recipe.iterations,
+        refit=recipe.refit,
         seed=_seed(_without_expert(m) if isinstance(line.format, LatticeFormat) else m.name),
         input_seed=_seed(input_name(m)),
     )
