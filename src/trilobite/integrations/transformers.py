@@ -127,8 +127,6 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             known, rows = self._stored(self.source), self.source.rows
         if self.pre_quantized and folder is not None:
             self.notes = notes_of(Path(folder))
-            if self.source is not None and REPORT in self.notes:
-                check_names(self.source)
         swap_modules(model, group_parts({translate(name): t for name, t in on_meta(known).items()}))
         if not self.pre_quantized:
             self._expect_originals(model, translate)
@@ -208,6 +206,8 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             self.streamed.show(model)
         self._cast_renamed(model)
         finish(model)
+        if self.pre_quantized and self.source is not None and REPORT in self.notes:
+            check_names(self.source)
         chosen = self.quantization_config
         configure(model, CpuSettings(chosen.activations, chosen.threads))
         if self.plan is not None:

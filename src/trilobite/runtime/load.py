@@ -15,7 +15,7 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.checkpoint.layout import ALIGN
-from trilobite.checkpoint.packed import REPORT, check_finished, check_version
+from trilobite.checkpoint.packed import REPORT, check_finished, check_version, read_report
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.checkpoint.unpack import UNPACKABLE, check_scales, quantization_of
 from trilobite.checkpoint.verify import check_intact, check_names
@@ -80,7 +80,7 @@ def load(
     if packed:
         check_version(quantization.get("format_version"), str(source.path))
         if (source.path / REPORT).exists():
-            check_names(source)
+            read_report(source.path)
     else:
         check_scales(source)
     if verify:
@@ -97,6 +97,8 @@ def load(
         }
     model, report = _from_tensors(config, source, tensors, dtype)
     _check_complete(source.path, report)
+    if packed and (source.path / REPORT).exists():
+        check_names(source)
     if (source.path / "generation_config.json").exists():
         model.generation_config = _generation_config(source.path)
     model.name_or_path = str(source.path)
