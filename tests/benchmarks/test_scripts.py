@@ -106,7 +106,7 @@ def test_published(run: Any, model: Path, text: Path, work: Path) -> None:
     found = run(published, model, *options, "--recipes", *names)
     assert list(found["kl"]) == names
     assert len({round(kl["tiny"], 12) for kl in found["kl"].values()}) == 4
-    assert found["body"]["milo-s1 int3 hqq"] == found["body"]["milo-s1 int3 hqq eq. 13"]
+    assert found["bits"]["milo-s1 int3 hqq"] == found["bits"]["milo-s1 int3 hqq eq. 13"]
 
 
 def test_tasks(run: Any, model: Path, tmp_path: Path, work: Path) -> None:
