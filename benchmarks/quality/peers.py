@@ -48,6 +48,7 @@ from trilobite.runtime.load import map_tensors
 TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K")
 IK_TYPES = ("IQ2_KT", "IQ2_KS", "IQ2_K", "IQ2_KL", "IQ3_KT", "IQ3_KS", "IQ3_K", "IQ4_KSS", "IQ4_KS", "IQ4_K")
 BUDGETS = (2.05, 2.25, 2.5, 3.0, 3.25, 3.5, 4.0, 4.5)
+LATTICE = (2.5, 3.0)
 SAMPLES = 128
 HEAD = "lm_head.weight"
 
@@ -58,7 +59,8 @@ def free_recipes() -> dict[str, Recipe | Budget]:
     chosen["search2"] = with_bits(PRESETS["search3"], 2)
     for bits in (2, 3, 4):
         chosen[f"fine{bits}"] = PRESETS[f"fine{bits}"]
-    return named(chosen) | {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
+    planned = {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
+    return named(chosen) | planned | {f"--bits {b} --lattice": Budget(bits=b, lattice=True) for b in LATTICE}
 
 
 def text_recipes() -> dict[str, Recipe | Budget]:
@@ -172,6 +174,7 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, dict[str, Found]
             for name, recipe in ours.items()
         }
         variants |= dict(theirs(peers, args, data=data))
+        variants = {n: v for n, v in variants.items() if not args.recipes or n.strip("*") in args.recipes}
         kind = "text" if data else "free"
         found[kind] = divergences(bench, variants, args.work / model.name / f"peers-{kind}.json")
     return found
@@ -201,6 +204,7 @@ def main() -> None:
         "--calibration", type=Path, default=TRAINING_TEXT, help="text for those that take one"
     )
     options.add_argument("--data", action="store_true", help="with a text as well")
+    options.add_argument("--recipes", nargs="*", help="only these rows")
     add_text(options, tokens=12288)
     add_work(options, "what is found stays here")
     add_page(options, "peers-MODEL")

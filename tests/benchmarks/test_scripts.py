@@ -265,6 +265,7 @@ def test_peers(run: Any, model: Path, text: Path, work: Path, monkeypatch: pytes
     """Ours alone: the others' libraries are not here."""
     options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
     monkeypatch.setattr(peers, "BUDGETS", (3.4,))
+    monkeypatch.setattr(peers, "LATTICE", ())
     monkeypatch.setattr(peers, "SAMPLES", 4)
     for preset in ("milo-s1", "quip2-free", "quip2"):
         monkeypatch.setitem(peers.PRESETS, preset, load_recipe("rtn3"))

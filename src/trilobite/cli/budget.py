@@ -51,6 +51,14 @@ RanksOption = Annotated[
         metavar="RANKS",
     ),
 ]
+LatticeOption = Annotated[
+    bool,
+    typer.Option(
+        "--lattice",
+        help="With --bits, --size, --fit: try e8p-2 as well, which loses less at 2 to 3 bits; it is slow to find and "
+        "slower to run.",
+    ),
+]
 SensitivityOption = Annotated[
     Path | None,
     typer.Option(
@@ -71,6 +79,7 @@ def chosen_budget(
     context: int | None,
     per_expert: bool,
     ranks: str | None,
+    lattice: bool,
     sensitivity: Path | None,
     keep: list[str] | None,
     columns: str | None,
@@ -87,7 +96,12 @@ def chosen_budget(
     if len(asked) + (recipe is not None) != 1:
         raise typer.BadParameter("give one of --recipe, --bits, --size and --fit")
     if not asked:
-        alone = {"--per-expert": per_expert, "--ranks": ranks, "--sensitivity": sensitivity}
+        alone = {
+            "--per-expert": per_expert,
+            "--ranks": ranks,
+            "--lattice": lattice,
+            "--sensitivity": sensitivity,
+        }
         if unused := [name for name, value in alone.items() if value]:
             raise typer.BadParameter(f"{unused[0]} goes with --bits, --size or --fit")
         return None
@@ -104,6 +118,7 @@ def chosen_budget(
         reserved=_reserved(src, context) if fit is not None else 0,
         per_expert=per_expert,
         ranks=tuple(filter(None, (ranks or "").replace(" ", "").split(","))),
+        lattice=lattice,
         keep=tuple(parse_role(role) for part in keep or () for role in part.split(",")),
         columns=columns or "auto",
         importance=importance or "auto",

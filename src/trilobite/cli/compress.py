@@ -9,6 +9,7 @@ import typer
 from trilobite.cli.budget import (
     BitsOption,
     FitOption,
+    LatticeOption,
     PerExpertOption,
     RanksOption,
     SensitivityOption,
@@ -123,6 +124,7 @@ def compress(
     context: ContextOption = None,
     per_expert: PerExpertOption = False,
     ranks: RanksOption = None,
+    lattice: LatticeOption = False,
     sensitivity: SensitivityOption = None,
     seed: SeedOption = None,
     propagate: PropagateOption = None,
@@ -160,6 +162,7 @@ def compress(
         context=context,
         per_expert=per_expert,
         ranks=ranks,
+        lattice=lattice,
         sensitivity=sensitivity,
         keep=keep,
         columns=columns,

@@ -9,6 +9,7 @@ import typer
 from trilobite.cli.budget import (
     BitsOption,
     FitOption,
+    LatticeOption,
     PerExpertOption,
     RanksOption,
     SensitivityOption,
@@ -61,6 +62,7 @@ def plan(
     context: RoomOption = None,
     per_expert: PerExpertOption = False,
     ranks: RanksOption = None,
+    lattice: LatticeOption = False,
     sensitivity: SensitivityOption = None,
     keep_unmatched: UnmatchedOption = False,
     runtime: RuntimeOption = None,
@@ -86,6 +88,7 @@ def plan(
         context=context,
         per_expert=per_expert,
         ranks=ranks,
+        lattice=lattice,
         sensitivity=sensitivity,
         keep=keep,
         columns=columns,

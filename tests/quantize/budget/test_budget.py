@@ -120,6 +120,9 @@ def test_few_bits_bring_in_the_lattice(original: Path, tmp_path: Path) -> None:
     assert any(name.endswith("super") for name in formats)
     ids = torch.arange(8)[None]
     assert bool(torch.isfinite(load(str(tmp_path / "out"))(ids).logits).all())
+    asked = planned(original, Budget(bits=2.6, importance="none", lattice=True)).account
+    assert asked["least"] < planned(original, Budget(bits=2.6, importance="none")).account["least"]
+    assert any("e8p-2" in row["format"] for row in asked["choices"])
     least = planned(original, Budget(bits=2.6, importance="none")).account["least"]
     assert least > planned(original, Budget(bits=2.35, importance="none")).account["least"]
 

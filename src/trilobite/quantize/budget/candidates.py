@@ -43,7 +43,7 @@ FORMATS: tuple[AnyFormat, ...] = tuple(
 )
 """Those on the convex hull of bytes against error that kernels run at full speed."""
 LATTICE = parse_format("e8p-2")
-"""Fewer bytes than all of them, and slower: for budgets that they do not meet."""
+"""Fewer bytes than all of them, and slower: for budgets that they do not meet, and where it is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def ask(
     bound = int(budget.bits * weights / 8) if budget.bits is not None else budget.nbytes - beside
     least = sum(min(_nbytes(plan, unit) for plan in plans) for unit in units)
     most = sum(max(_nbytes(plan, unit) for plan in plans) for unit in units)
-    if bound < least:
+    if bound < least or budget.lattice:
         candidates.append(Candidate(format=LATTICE))
         plans.append(planned(candidates[-1]))
         least = sum(min(_nbytes(plan, unit) for plan in plans) for unit in units)

@@ -18,6 +18,7 @@ class Budget:
     bits: mean bits of a weight of the body (attention, MLPs, experts), scales and padding included
     size: bytes of all files    fit: bytes of memory, of which `reserved` are for other things than weights
     per_expert: experts of a layer may differ    ranks: of compensators to try, as in a rule
+    lattice: e8p-2 is to be tried even where the formats of integers meet the bound
     keep: roles that stay in 16 bit
     columns, importance: as in a recipe, or "auto": the best that the architecture allows without passes of its own
     sensitivities: by "layer role: part", measured; priors where it says nothing
@@ -29,6 +30,7 @@ class Budget:
     reserved: int = 0
     per_expert: bool = False
     ranks: tuple[str, ...] = ()
+    lattice: bool = False
     keep: tuple[Role, ...] = ()
     columns: str = "auto"
     importance: str = "auto"
@@ -82,6 +84,7 @@ class Budget:
             "reserved": self.reserved,
             "per_expert": self.per_expert,
             "ranks": list(self.ranks),
+            "lattice": self.lattice,
             "keep": [role.value for role in self.keep],
             "columns": self.columns,
             "importance": self.importance,
