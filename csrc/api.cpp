@@ -79,6 +79,15 @@ int trilobite_experts(const trilobite_experts_args *args) {
   });
 }
 
+int trilobite_attention(const trilobite_attention_args *args) {
+  return guarded([&] {
+    trilobite_attention_args a = *args;
+    a.threads = threads_of(a.threads);
+    if (!known_dtype(a.dtype)) return fail("attention: unknown element type");
+    return attention(a);
+  });
+}
+
 int trilobite_quantize(const trilobite_quantize_args *args) {
   return guarded([&] {
     trilobite_quantize_args a = *args;

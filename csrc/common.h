@@ -118,6 +118,8 @@ struct Tier {
   void (*low_rank_u)(const Matrix &m, int64_t row, const float *z, int64_t ldz, int count, float *out, int64_t ld);
   // gate = act(gate) * up, or act(gate) when up is NULL; numbers: of forms that have some.
   void (*activate)(int activation, const float *numbers, float *gate, const float *up, int64_t count);
+  // Heads [first, first + count) of k for one text; scratch: what attention.cpp gives it.
+  void (*attend)(const trilobite_attention_args &a, int64_t text, int64_t first, int64_t count, float *scratch);
   // fp32 -> dtype.
   void (*store)(const float *x, int64_t count, void *y, int dtype);
   // For probes: read bytes with wide loads and prefetch; do `rounds` independent products of the kind that a mode uses

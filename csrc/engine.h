@@ -23,6 +23,9 @@ void linear(const void *x, int dtype, int64_t tokens, const Matrix &m, const voi
 // False after leaving a message: the table of experts does not fit the slab.
 bool experts(const trilobite_experts_args &a);
 
+// False after leaving a message: sizes that do not fit, or rows that the cache does not have.
+bool attention(const trilobite_attention_args &a);
+
 // False after leaving a message: shapes or bits that no format has.
 bool quantize(const trilobite_quantize_args &a);
 

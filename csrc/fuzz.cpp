@@ -272,13 +272,62 @@ bool fuzz_experts(bool lattice) {
   });
 }
 
+// Rows of a cache that is exactly as large as they need, of any element type; heads lie side by side or apart.
+bool fuzz_attention() {
+  const int64_t texts = pick(1, 5), kv_heads = pick(1, 4), heads = kv_heads * pick(1, 6), width = 16 * pick(1, 9);
+  const int64_t limit = pick(1, 60), dtype = pick(0, 2), size = dtype ? 2 : 4;
+  std::vector<int64_t> rows, starts{0};
+  for (int64_t t = 0; t < texts; t++) {
+    for (int64_t i = pick(1, 70); i > 0; i--) rows.push_back(pick(0, limit - 1));
+    starts.push_back((int64_t)rows.size());
+  }
+  if (pick(0, 9) == 0) rows[pick(0, (int64_t)rows.size() - 1)] = pick(0, 1) ? -1 : limit;
+  const auto cache = [&](int64_t n) {
+    Bytes b(n * size);
+    for (int64_t i = 0; i < n; i++) {
+      const float f = gaussian();
+      uint32_t u;
+      memcpy(&u, &f, 4);
+      if (dtype == TRILOBITE_F32) memcpy(&b[4 * i], &f, 4);
+      else put_half(&b[2 * i], dtype == TRILOBITE_BF16 ? (uint16_t)(u >> 16) : some_half());
+    }
+    return b;
+  };
+  const int64_t elements = limit * kv_heads * width;
+  const Bytes q = cache(texts * heads * width), k = cache(elements), v = cache(elements);
+  const auto sinks = activations(heads);
+  trilobite_attention_args a{};
+  a.q = q.data(), a.k = k.data(), a.v = v.data(), a.rows = rows.data(), a.starts = starts.data();
+  a.dtype = dtype, a.texts = texts, a.heads = heads, a.kv_heads = kv_heads, a.width = width, a.limit = limit;
+  const bool apart = pick(0, 1);
+  a.row_stride = apart ? width : kv_heads * width, a.head_stride = apart ? limit * width : width;
+  a.threads = pick(1, 3), a.scale = 0.2f, a.softcap = pick(0, 3) ? 0 : 5.0f,
+  a.sinks = pick(0, 1) ? sinks.data() : nullptr;
+  Bytes made(texts * heads * width * size);
+  return agree("attention", texts * heads * width, dtype ? 2e-2 : 1e-5, [&](float *y) {
+    a.y = made.data();
+    const int code = trilobite_attention(&a);
+    for (int64_t i = 0; i < texts * heads * width; i++) {
+      if (dtype == TRILOBITE_F32) {
+        memcpy(&y[i], &made[4 * i], 4);
+        continue;
+      }
+      const uint32_t h = made[2 * i] | (uint32_t)made[2 * i + 1] << 8, bits = h << 16;
+      const int exponent = h >> 10 & 31, fraction = (int)(h & 1023) + (exponent ? 1024 : 0);
+      if (dtype == TRILOBITE_BF16) memcpy(&y[i], &bits, 4);
+      else y[i] = (h >> 15 ? -1.0f : 1.0f) * ldexpf((float)fraction, (exponent ? exponent : 1) - 25);
+    }
+    return code;
+  });
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 200;
   g_random.seed(argc > 2 ? atoi(argv[2]) : 1);
   for (int i = 0; i < rounds; i++)
-    if (!fuzz_linear() || !fuzz_lattice() || !fuzz_experts(false) || !fuzz_experts(true)) {
+    if (!fuzz_linear() || !fuzz_lattice() || !fuzz_experts(false) || !fuzz_experts(true) || !fuzz_attention()) {
       printf("failed in round %d\n", i);
       return 1;
     }

@@ -19,6 +19,7 @@ namespace {  // every tier has its own copy, compiled with its own flags
 constexpr auto rows_tier = rows_amx;
 #include "kernel/low_rank.h"
 #include "kernel/activation.h"
+#include "kernel/attention.h"
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
 #include "kernel/quantize_super.h"
@@ -26,7 +27,8 @@ constexpr auto rows_tier = rows_amx;
 }  // namespace
 
 extern const Tier tier_amx;
-const Tier tier_amx = {"amx",      sizeof(Panel) + 64, parts_amx,  quantize_block, quantize_columns,
-                       rows_amx,   low_rank_v,         low_rank_u, activate,       store_floats,
-                       read_bytes, spin_tiles,         rotate,     quantize_tile,  quantize_span};
+const Tier tier_amx = {"amx",        sizeof(Panel) + 64, parts_amx,  quantize_block, quantize_columns,
+                       rows_amx,     low_rank_v,         low_rank_u, activate,       attend,
+                       store_floats, read_bytes,         spin_tiles, rotate,         quantize_tile,
+                       quantize_span};
 }  // namespace trilobite

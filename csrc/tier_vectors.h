@@ -19,6 +19,7 @@ namespace {  // every tier has its own copy, compiled with its own flags
 constexpr auto rows_tier = rows_vectors;
 #include "kernel/low_rank.h"
 #include "kernel/activation.h"
+#include "kernel/attention.h"
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
 #include "kernel/quantize_super.h"
@@ -27,6 +28,7 @@ constexpr auto rows_tier = rows_vectors;
 
 extern const Tier TRILOBITE_TIER;
 const Tier TRILOBITE_TIER = {TRILOBITE_TIER_NAME, 0,          parts_vectors, quantize_block, quantize_columns,
-                             rows_vectors,        low_rank_v, low_rank_u,    activate,       store_floats,
-                             read_bytes,          spin,       rotate,        quantize_tile,  quantize_span};
+                             rows_vectors,        low_rank_v, low_rank_u,    activate,       attend,
+                             store_floats,        read_bytes, spin,          rotate,         quantize_tile,
+                             quantize_span};
 }  // namespace trilobite

@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 9
+#define TRILOBITE_ABI 10
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -94,6 +94,21 @@ typedef struct {
 } trilobite_experts_args;
 
 TRILOBITE_API int trilobite_experts(const trilobite_experts_args *args);
+
+// Attention of the newest token of each text: y = softmax(scale * q K^T) V, K and V being `kv_heads` heads of some rows of
+// k and v, in which element i of head h of row r lies at r * row_stride + h * head_stride + i. Heads of q share those of k
+// evenly. With `softcap` > 0 a score x becomes softcap * tanh(x / softcap); `sinks` are scores of nothing.
+typedef struct {
+  const void *q, *k, *v;  // q [texts, heads, width] of dtype, contiguous
+  void *y;                // as q
+  const int64_t *rows;    // [starts[texts]], each below `limit`
+  const int64_t *starts;  // [texts + 1]: where the rows of each text begin; none is without
+  const float *sinks;     // [heads] or NULL
+  int64_t dtype, texts, heads, kv_heads, width, limit, row_stride, head_stride, threads;
+  float scale, softcap;
+} trilobite_attention_args;
+
+TRILOBITE_API int trilobite_attention(const trilobite_attention_args *args);
 
 // The last error of the calling thread, one line.
 TRILOBITE_API const char *trilobite_error(void);

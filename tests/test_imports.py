@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": BASE | {"checkpoint", "formats", "quantize"},
     "measure": BASE | {"formats", "kernels"},
     "evaluate": BASE | {"checkpoint", "formats", "kernels", "models", "runtime"},
-    "serve": BASE | {"checkpoint", "runtime"},
+    "serve": BASE | {"checkpoint", "kernels", "runtime"},
 }
 BELOW_INTEGRATIONS = {*ALLOWED, "__init__"}
 """`integrations` may import everything below the command line; the members of TOP anything."""

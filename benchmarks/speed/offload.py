@@ -38,7 +38,7 @@ from benchmarks.lib.markdown import table as markdown
 from benchmarks.lib.script import add_output, add_page, add_work, parser, publish
 from benchmarks.lib.synthetic import write_mixtral
 from trilobite.checkpoint.source import open_source
-from trilobite.evaluate.trace import load_trace, norm
+from trilobite.evaluate.trace import Trace, load_trace, norm
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.load import EXPERT_PART, load
@@ -63,10 +63,11 @@ VARIANTS = {
 }
 SLOTLESS = ("no cache", "neither", "whole layers")
 """Variants that no memory makes faster; measured at the first share alone."""
-ALL_IN_SLOTS = "all in slots"
+RESIDENT = "resident"
+"""Computing alone, beside all experts in slots."""
 STAGING = 2
 ROUNDS = 3
-"""Of computing alone and with all experts in slots, in turns; the best of each counts."""
+"""Of the trace, with both of those in turns."""
 WARM = 8
 """Tokens before the clock starts, and from one probe of the disk to the next."""
 PROBED = 6
@@ -120,12 +121,6 @@ def start_equal(files: list[Path]) -> None:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def drop_cache(files: list[Path]) -> None:
-    for file in files:
-        with file.open("rb") as f:
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def read_bytes() -> int:
     """What this process had the disk read so far, through mapped files too."""
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -164,6 +159,51 @@ class DiskProbe:
         self.nbytes += sum(s.nbytes for s in stretches)
 
 
+class Engine:
+    """The experts of a model, routed by a trace; wanted: None where they lie in memory as loaded."""
+
+    def __init__(self, model: str, wanted: Offload | None, found: Trace, *, guessing: bool = False) -> None:
+        """Load them. guessing: what the traced model would have guessed is fetched ahead."""
+        loaded = load(model, memory=wanted)
+        self.experts = [experts_of(layer) for layer in moe_layers(loaded)]
+        self.guesser = TraceGuesser(found.guesses[norm(1)] if guessing else None, len(self.experts))
+        self.cache = None
+        for module in self.experts:
+            if isinstance(module.residence, ExpertsInSlots):
+                self.cache, module.residence.guesser = module.residence.cache, self.guesser  # type: ignore[assignment]
+        self.x = torch.randn(1, self.experts[0].hidden_size, dtype=torch.bfloat16)
+
+    def token(self, routing: np.ndarray, t: int, *, whole_layers: bool = False) -> float:
+        """Seconds of a token."""
+        started, self.guesser.token = time.perf_counter(), t
+        for i, module in enumerate(self.experts):
+            index = torch.from_numpy(routing[i % len(routing), t].astype(np.int64))[None]
+            if whole_layers and self.cache is not None:
+                self.cache.ensure(i, range(module.num_experts))
+            module(self.x, index, torch.full(index.shape, 0.5))
+        return time.perf_counter() - started
+
+
+def measure_resident(options: argparse.Namespace) -> dict[str, Any]:
+    """Computing alone, and the same with all experts in slots of a cache: two models, token by token in turns."""
+    found = load_trace(options.trace)
+    source = open_source(options.model)
+    layers = len({m[1] for name in source.tensors if (m := EXPERT_PART.match(name))})
+    MemoryPlan.fits = property(lambda self: False)  # type: ignore[assignment, method-assign]
+    wanted = Offload(memory=2**50, staging=STAGING, guesses=0, slots=layers * found.experts_of[0])
+    engines = [Engine(options.model, None, found), Engine(options.model, wanted, found)]
+    seconds: list[list[float]] = [[], []]
+    with torch.inference_mode():
+        for rounds in range(1 + ROUNDS):  # both have been read once before the clock starts
+            for t in range(options.tokens):
+                for i in (0, 1) if t % 2 else (1, 0):
+                    took = engines[i].token(found.experts, t)
+                    if rounds:
+                        seconds[i].append(took)
+    cost = statistics.median(b / a for a, b in zip(*seconds, strict=True)) - 1
+    return {"alone": statistics.median(seconds[0]), "cost": cost}
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One variant, in this process: seconds of each token, and the counters."""
     found = load_trace(options.trace)
@@ -175,7 +215,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     each, active = found.experts_of[0], found.experts.shape[2]
     fit = max(active + 1, int(options.share / 100 * layers * each) - STAGING)
     few = {"no cache": active, "neither": active, "whole layers": each}
-    slots = layers * each if options.variant == ALL_IN_SLOTS else few.get(options.variant, fit)
+    slots = few.get(options.variant, fit)
     wanted = Offload(
         memory=2**50,
         staging=STAGING,
@@ -183,43 +223,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         slots=slots,
         pool=options.variant in few or slots < active * layers,
     )
-    if options.variant == ALL_IN_SLOTS:  # what a model of which everything fits is spared
-        MemoryPlan.fits = property(lambda self: False)  # type: ignore[assignment, method-assign]
-    streams = options.variant not in ("mmap", "uniform mmap", "resident")
-    model = load(options.model, memory=wanted if streams else None)
-    experts = [experts_of(layer) for layer in moe_layers(model)]
-    guesser = TraceGuesser(
-        found.guesses[norm(1)] if options.variant in ("full", "no cache") else None, len(experts)
-    )
-    cache = None
-    for module in experts:
-        if isinstance(module.residence, ExpertsInSlots):
-            cache, module.residence.guesser = module.residence.cache, guesser  # type: ignore[assignment]
+    streams = options.variant not in ("mmap", "uniform mmap")
+    guessing = options.variant in ("full", "no cache")
+    engine = Engine(options.model, wanted if streams else None, found, guessing=guessing)
+    cache = engine.cache
     start_equal(files)
     probe = DiskProbe(options.model)
-    x = torch.randn(1, experts[0].hidden_size, dtype=torch.bfloat16)
-
-    def token(t: int) -> None:
-        guesser.token = t
-        for i, module in enumerate(experts):
-            index = torch.from_numpy(routing[i % len(routing), t].astype(np.int64))[None]
-            if cache is not None and options.variant == "whole layers":
-                cache.ensure(i, range(module.num_experts))
-            module(x, index, torch.full(index.shape, 0.5))
-
-    whole = options.variant in ("resident", ALL_IN_SLOTS)
+    whole_layers = options.variant == "whole layers"
     # What the program holds already stays charged to the group that it comes from.
-    limit = 1 << 40 if whole else int(options.share / 100 * nbytes) + MARGIN
-    with torch.inference_mode(), limited(limit):
-        for t in range(options.tokens if whole else WARM):  # a resident model has been read once
-            token(t)
+    with torch.inference_mode(), limited(int(options.share / 100 * nbytes) + MARGIN):
+        for t in range(WARM):
+            engine.token(routing, t, whole_layers=whole_layers)
         before, seconds, read = cache.counters if cache else None, [], 0
         for t in range(WARM, options.tokens):
-            if not whole and t % WARM == 0:
+            if t % WARM == 0:
                 probe()
-            at, started = read_bytes(), time.perf_counter()
-            token(t)
-            seconds.append(time.perf_counter() - started)
+            at = read_bytes()
+            seconds.append(engine.token(routing, t, whole_layers=whole_layers))
             read += read_bytes() - at
     counts = cache.counters - before if cache and before else None
     return {
@@ -266,8 +286,7 @@ def run(options: argparse.Namespace, variant: str, share: int) -> dict[str, Any]
 def measure_all(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Add to the results what was asked for; computing alone is measured every time, the last one stays."""
     chosen = [v for v in options.variants if v != "llama" or (options.llama and options.gguf)]
-    pairs = [[run(options, v, 100)["median"] for v in ("resident", ALL_IN_SLOTS)] for _ in range(ROUNDS)]
-    results["alone"], results[ALL_IN_SLOTS] = map(min, zip(*pairs, strict=True))
+    results |= run(options, RESIDENT, 100)
     for share in options.shares:
         for variant in chosen:
             if variant in SLOTLESS and share != options.shares[0]:
@@ -291,7 +310,6 @@ def bound(row: dict[str, Any]) -> float | None:
 
 def report(results: dict[str, Any]) -> str:
     rows = sorted(results["rows"].values(), key=lambda r: (r["share"], list(VARIANTS).index(r["variant"])))
-    cost = results[ALL_IN_SLOTS] / results["alone"] - 1
     lines = []
     for r in rows:
         limit = bound(r)
@@ -320,8 +338,9 @@ def report(results: dict[str, Any]) -> str:
         "GB/s",
     )
     return (
-        f"Computing alone {1 / results['alone']:.1f} tokens/s; with all experts in slots of a cache {cost:+.1%} time. "
-        f"MB and stall are per token, GB/s is the disk at the reader's requests, every {WARM} tokens.\n\n"
+        f"Computing alone {1 / results['alone']:.1f} tokens/s; with all experts in slots of a cache "
+        f"{results['cost']:+.1%} time. MB and stall are per token, GB/s is the disk at the reader's requests, "
+        f"every {WARM} tokens.\n\n"
         f"{markdown(header, lines)}"
     )
 
@@ -348,7 +367,7 @@ def main() -> None:
     options.add_argument(
         "--tokens", type=int, default=40, help=f"of the trace; {WARM} pass before the clock starts"
     )
-    options.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    options.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     options.add_argument("--results", type=Path, help="JSON file of figures: read before, written after each")
     options.add_argument("--print", action="store_true", help="measure nothing, print what --results holds")
     options.add_argument("--llama", help="llama.cpp's llama-bench")
@@ -368,7 +387,8 @@ def main() -> None:
         options.error("MODEL and TRACE, or --make LAYERS")
     if chosen.one:
         chosen.variant, chosen.trace = chosen.one, Path(chosen.trace)
-        print(json.dumps(measure_llama(chosen) if chosen.one == "llama" else measure(chosen)))
+        one = {"llama": measure_llama, RESIDENT: measure_resident}.get(chosen.one, measure)
+        print(json.dumps(one(chosen)))
         return None
     kept = chosen.results is not None and chosen.results.exists()
     results = json.loads(chosen.results.read_text()) if kept else {"rows": {}}

@@ -108,6 +108,12 @@ struct Isa {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
   }
+  static Floats from_bf16(const uint16_t *p) {
+    const auto eight = [](const uint16_t *h) {
+      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)h)), 16));
+    };
+    return {eight(p), eight(p + 8)};
+  }
   static Floats from_u8(const uint8_t *p) {
     const __m128i v = _mm_loadu_si128((const __m128i *)p);
     return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)))};

@@ -122,6 +122,9 @@ struct Isa {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(v, 8 * J), _mm512_set1_epi32(255)));
   }
   static Floats from_half(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+  static Floats from_bf16(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+  }
   static Floats from_u8(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
   }

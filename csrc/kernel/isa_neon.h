@@ -112,6 +112,9 @@ struct Isa {
   static Floats from_half(const uint8_t *p) {
     return each<Floats>([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
   }
+  static Floats from_bf16(const uint16_t *p) {
+    return each<Floats>([&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
+  }
   static Floats from_u8(const uint8_t *p) {
     const uint8x16_t v = vld1q_u8(p);
     const uint16x8_t halves[2] = {vmovl_u8(vget_low_u8(v)), vmovl_u8(vget_high_u8(v))};

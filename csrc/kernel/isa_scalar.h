@@ -112,6 +112,11 @@ struct Isa {
     }
     return f;
   }
+  static Floats from_bf16(const uint16_t *p) {
+    Floats f;
+    for (int i = 0; i < ROWS; i++) f.v[i] = bf16_to_float(p[i]);
+    return f;
+  }
   static Floats from_u8(const uint8_t *p) {
     Floats f;
     for (int i = 0; i < ROWS; i++) f.v[i] = p[i];

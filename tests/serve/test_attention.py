@@ -15,6 +15,7 @@ class Kept:
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key, self.value = key, value
+        self.layer_to_allocator = [SimpleNamespace(index=0, supports_block_table=False)]
 
     def update(
         self, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, object]
@@ -54,9 +55,10 @@ def test_one_text(tokens: int, length: int, window: int | None, sinks: bool) -> 
         torch.testing.assert_close(_softmax(q, k, v, None, window, None, None), expected)
 
 
-def test_texts_do_not_see_each_other() -> None:
+@pytest.mark.parametrize("width", [8, 32])  # the second one runs natively
+def test_texts_do_not_see_each_other(width: int) -> None:
     torch.manual_seed(2)
-    q, k, v = torch.randn(1, 4, 4, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    q, k, v = torch.randn(1, 4, 4, width), torch.randn(1, 2, 9, width), torch.randn(1, 2, 9, width)
     made, _ = attention_by_text(
         SimpleNamespace(layer_idx=0),
         q,
@@ -64,6 +66,7 @@ def test_texts_do_not_see_each_other() -> None:
         v[:, :, :4],
         None,
         cache=Kept(k, v),
+        read_index=[None],
         cu_seq_lens_q=torch.tensor([0, 1, 4]),
         cu_seq_lens_k=torch.tensor([0, 6, 9]),
     )

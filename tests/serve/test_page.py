@@ -192,6 +192,10 @@ def test_a_model_without_chat_template_continues_texts(browser) -> None:
         page.get_by_label("Temperature").fill("0")
         page.get_by_label("Temperature").blur()
         text = page.get_by_label("Text to continue")
+        text.focus()
+        page.get_by_label("API key").dispatch_event("change")  # the page asks the server again
+        page.wait_for_load_state("networkidle")
+        playwright.expect(text).to_be_focused()
         text.fill("The sea is")
         page.get_by_role("button", name="Continue").click()
         playwright.expect(page.get_by_role("button", name="Try again")).to_be_visible(timeout=30_000)

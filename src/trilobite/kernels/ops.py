@@ -4,7 +4,7 @@
 traces through them, and gradients (`gradient.py`). They take weights as stored: the CPU engine runs these, and on a GPU
 the reference. `linear_gpu` and `experts_gpu` take what `repack` makes of them, the GPU layout.
 `bind_linear` and `bind_experts` make calls that go past the operators, for modules that run one weight on the CPU again
-and again.
+and again. `attend`, where it `attends`, is the CPU engine's attention.
 """
 
 import importlib.util
@@ -18,6 +18,8 @@ from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check
 from trilobite.kernels import gradient, reference
 from trilobite.kernels.cpu import engine
+from trilobite.kernels.cpu.attention import attend as attend
+from trilobite.kernels.cpu.attention import attends as attends
 from trilobite.kernels.cpu.bound import Binding as Binding
 from trilobite.kernels.cpu.bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu.bound import BoundLinear as BoundLinear

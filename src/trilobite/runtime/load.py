@@ -32,6 +32,7 @@ from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.quiet import quiet
 from trilobite.models.skeleton import model_class, skeleton
+from trilobite.runtime.attention import attend_natively
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier
 from trilobite.runtime.offload.plan import AUTO, GpuMemory, Offload
@@ -109,6 +110,7 @@ def load(
         return model
     model = _to_device(model, device)
     if device == "cpu":
+        attend_natively(model)
         bound(model, source, tensors, memory)
     return model
 

@@ -2,7 +2,7 @@
 
 transformers' `sdpa` multiplies all queries of a batch with all of its keys, and masks what belongs to other texts: with
 16 texts 15/16 of the work are thrown away, and the keys are repeated for every head. Here each text is a product of its
-own, as in flash attention, which CPUs do not have.
+own, as in flash attention, which CPUs do not have; and the newest tokens of texts read keys and values where they lie.
 """
 
 from itertools import pairwise
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from trilobite.kernels.ops import attend, attends
 
 ATTENTION = "trilobite_by_text"
 """Its name in transformers' registry."""
@@ -27,20 +29,46 @@ def attention_by_text(
     """
     width = value.shape[-1]
     value = pad(value, (0, key.shape[-1] - width))  # pages have one width; MLA has two
-    key, value = kwargs["cache"].update(key, value, module.layer_idx, kwargs)
-    window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
-    output = torch.empty_like(query)
-    texts = zip(
-        pairwise(kwargs["cu_seq_lens_q"].tolist()), pairwise(kwargs["cu_seq_lens_k"].tolist()), strict=True
-    )
+    keys, values, rows = _kept(module, key, value, kwargs)
+    window, sinks, softcap = (kwargs.get(name) for name in ("sliding_window", "s_aux", "softcap"))
+    scale = kwargs.get("scaling")
+    starts = (pairwise(kwargs[name].tolist()) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    texts = list(zip(*starts, strict=True))
+    query = query[0].transpose(0, 1)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if attends(query) and keys.dtype == query.dtype:
+        newest = [(a, b) for a, b in texts if a[1] - a[0] == 1]
+        texts = [(a, b) for a, b in texts if a[1] - a[0] > 1]
+        if newest:
+            ends = torch.tensor([0, *(k1 - k0 for _, (k0, k1) in newest)]).cumsum(0)
+            read = torch.cat([rows[k0:k1] for _, (k0, k1) in newest])
+            at = torch.tensor([q0 for (q0, _), _ in newest])
+            output[at] = attend(
+                query[at], keys, values, read, ends, scale=scale, softcap=softcap, sinks=sinks
+            )
     for (q0, q1), (k0, k1) in texts:
-        part = query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1]
-        if sinks is None and not kwargs.get("softcap"):
-            made = _product(*part, kwargs.get("scaling"), window)
+        read = rows[k0:k1]
+        q, k, v = (t.transpose(0, 1)[None] for t in (query[q0:q1], keys[read], values[read]))
+        if sinks is None and not softcap:
+            made = _product(q, k, v, scale, window)
         else:
-            made = _softmax(*part, kwargs.get("scaling"), window, sinks, kwargs.get("softcap"))
-        output[:, :, q0:q1] = made
-    return output[..., :width].transpose(1, 2).contiguous(), None
+            made = _softmax(q, k, v, scale, window, sinks, softcap)
+        output[q0:q1] = made[0].transpose(0, 1)
+    return output[None, ..., :width], None
+
+
+def _kept(module: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the new keys and values; returns all, [.., kv heads, D], and which rows of them the texts have, in order."""
+    cache, layer = kwargs["cache"], module.layer_idx
+    allocator = cache.layer_to_allocator[layer]
+    rows = kwargs["read_index"][allocator.index]
+    if allocator.supports_block_table and rows.numel():  # all that a text has stays where it is
+        kwargs["read_index"] = [found[:0] for found in kwargs["read_index"]]  # write, and gather nothing
+        cache.update(key, value, layer, kwargs)
+        keys, values = (pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(layer))
+        return keys, values, rows
+    key, value = cache.update(key, value, layer, kwargs)
+    return key[0].transpose(0, 1), value[0].transpose(0, 1), torch.arange(key.shape[2], device=key.device)
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.packing import packed_weight, relative_error, stored_layer
+from support.tiers import tiers
 
 from trilobite.errors import SettingError, ShapeError
 from trilobite.formats.weight import PackedWeight
@@ -30,15 +31,7 @@ EXACT = 3e-6
 ROUNDED = {torch.float32: EXACT, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
 
-def _tiers() -> list[str]:
-    if not cpu.available():
-        return []
-    names = [cpu.set_tier(name) for name in cpu.TIERS]
-    cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
-    return list(dict.fromkeys(names))
-
-
-@pytest.fixture(params=_tiers())
+@pytest.fixture(params=tiers())
 def tier(request: pytest.FixtureRequest) -> Iterator[str]:
     yield cpu.set_tier(request.param)
     cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
@@ -116,7 +109,7 @@ def test_many_tokens_and_rows(tier: str) -> None:
 @given(st.data())
 def test_random_shapes(data: st.DataObject) -> None:
     draw = data.draw
-    cpu.set_tier(draw(st.sampled_from(_tiers())))
+    cpu.set_tier(draw(st.sampled_from(tiers())))
     try:
         group = draw(st.sampled_from(["g16", "g32", "g64", "g96", "channel"]))
         step = {"g64": 64, "g96": 96}.get(group, 32)
@@ -489,7 +482,7 @@ def test_the_instruction_set_can_be_capped() -> None:
 
 
 def test_why_there_is_no_better_instruction_set() -> None:
-    *capped, best = _tiers()
+    *capped, best = tiers()
     try:
         for name in capped:
             cpu.set_tier(name)

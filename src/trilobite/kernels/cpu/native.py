@@ -64,6 +64,17 @@ class ExpertsArgs(Structure):
     )
 
 
+class AttentionArgs(Structure):
+    """`trilobite_attention_args`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "v", "y", "rows", "starts", "sinks")),
+        *((name, c_int64) for name in ("dtype", "texts", "heads", "kv_heads", "width", "limit")),
+        *((name, c_int64) for name in ("row_stride", "head_stride", "threads")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    )
+
+
 def _candidates() -> Iterator[Path]:
     if os.environ.get(VARIABLE):
         yield Path(os.environ[VARIABLE])
@@ -74,13 +85,13 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 9
+ABI = 10
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 
 EXHAUSTED = -2
 """TRILOBITE_EXHAUSTED."""
-CHECKED = ("linear", "rotate", "experts", "quantize", "read_seconds", "peak_macs")
+CHECKED = ("linear", "rotate", "experts", "attention", "quantize", "read_seconds", "peak_macs")
 """Functions that return less than 0 after a failure."""
 
 
@@ -96,6 +107,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "rotate": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
         "experts": (c_int, [c_void_p]),
+        "attention": (c_int, [c_void_p]),
         "quantize": (c_int, [c_void_p]),
         "error": (c_char_p, []),
         "tier": (c_char_p, []),

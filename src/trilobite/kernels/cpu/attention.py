@@ -1,0 +1,84 @@
+"""Attention of the newest token of each text over keys and values that lie anywhere in a cache."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import ShapeError
+from trilobite.kernels.cpu import native
+from trilobite.kernels.cpu.engine import team
+from trilobite.kernels.cpu.matrix import DTYPES, dtype_code
+
+LANES = 16
+"""Heads are a multiple of so many values wide."""
+
+_lib, _ = native.load()
+
+
+def attends(query: Tensor) -> bool:
+    """Whether the native library attends with such queries [.., D]."""
+    return (
+        _lib is not None
+        and query.device.type == "cpu"
+        and query.dtype in DTYPES
+        and query.shape[-1] % LANES == 0
+        and not (torch.is_grad_enabled() and query.requires_grad)
+    )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale * q K^T) V for one query of each text; K and V are some rows of a cache, in any order.
+
+    query: [texts, heads, D] fp32, fp16 or bf16    key, value: [cache rows, kv heads, D], of that dtype and of the same
+    strides, D contiguous    rows: [S] int64, those of the first text, then those of the second ..
+    starts: [texts + 1] int64: where in `rows` each text begins, the last one its end
+    scale: of the scores, default D^-1/2    softcap: bound of the scores    sinks: [heads], scores of nothing
+    returns: [texts, heads, D]; scores and sums are fp32
+    Raises ShapeError for shapes that do not fit, a text without rows, a row that the cache does not have.
+    """
+    assert _lib is not None
+    texts, heads, width = query.shape
+    if (
+        key.shape != value.shape
+        or key.stride() != value.stride()
+        or key.shape[2:] != (width,)
+        or key.stride(2) != 1
+        or not query.dtype == key.dtype == value.dtype
+        or starts.shape != (texts + 1,)
+        or not rows.dtype == starts.dtype == torch.int64
+        or (sinks is not None and sinks.shape != (heads,))
+    ):
+        raise ShapeError(
+            f"attention: queries {list(query.shape)} {query.dtype}, keys {list(key.shape)} {key.dtype} of strides "
+            f"{key.stride()}, values {list(value.shape)} {value.dtype} of strides {value.stride()}"
+        )
+    query, rows, starts = query.contiguous(), rows.contiguous(), starts.contiguous()
+    if texts and (int(starts[0]) < 0 or int(starts[-1]) > len(rows)):
+        raise ShapeError(f"attention: texts from {int(starts[0])} to {int(starts[-1])} of {len(rows)} rows")
+    sinks = None if sinks is None else sinks.float().contiguous()
+    out = torch.empty_like(query)
+    pointers = [None if t is None else t.data_ptr() for t in (query, key, value, out, rows, starts, sinks)]
+    sizes = (
+        dtype_code(query, "query"),
+        texts,
+        heads,
+        key.shape[1],
+        width,
+        len(key),
+        key.stride(0),
+        key.stride(1),
+    )
+    numbers = (width**-0.5 if scale is None else scale, softcap or 0.0)
+    _lib.trilobite_attention(ctypes.byref(native.AttentionArgs(*pointers, *sizes, team(None), *numbers)))
+    return out

@@ -1,0 +1,75 @@
+"""Attention of models on the CPU: a step of decoding reads keys and values where they lie, natively."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trilobite.kernels.ops import attend, attends
+
+ATTENTION = "trilobite"
+"""Its name in transformers' registry."""
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' `sdpa`; where every text has one new token, one call of the CPU engine in its place.
+
+    query: [B, heads, T, D]    key, value: [B, kv heads, S, D]    attention_mask: [B, 1, T, S] bool, or what `sdpa` takes
+    returns: [B, T, heads, D]    The keyword arguments are those of transformers' attention functions.
+    """
+    if _is_step(query, key, value, kwargs):
+        read = _read(key, attention_mask)
+        if read is not None:
+            (batch, kv_heads, length, width), (apart, heads, row, _) = key.shape, key.stride()
+            shape = (batch - 1) * (apart // row) + length, kv_heads, width
+            keys, values = (t.as_strided(shape, (row, heads, 1)) for t in (key, value))
+            made = attend(query[:, :, 0], keys, values, *read, scale=kwargs.get("scaling"))
+            return made[:, None], None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+
+def _is_step(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether these are the newest tokens of some texts, and nothing is asked for that the engine does not know."""
+    return (
+        query.shape[2] == 1
+        and not torch.compiler.is_compiling()
+        and attends(query)
+        and query.dtype == key.dtype == value.dtype
+        and key.shape == value.shape
+        and key.stride() == value.stride()
+        and key.stride(3) == 1
+        and (len(key) == 1 or key.stride(0) % key.stride(2) == 0)
+        and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
+        and all(kwargs.get(name) is None for name in ("position_bias", "cache", "s_aux"))
+    )
+
+
+def _read(key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """The rows that each text looks at, and where those of each begin; None for masks that are more than that."""
+    batch, _, length, _ = key.shape
+    step = key.stride(0) // key.stride(2) if batch > 1 else 0
+    rows = torch.arange(batch)[:, None] * step + torch.arange(length)
+    if mask is None:
+        return rows.flatten(), torch.arange(batch + 1) * length
+    if mask.dtype != torch.bool or mask.shape[1:3] != (1, 1) or mask.shape[3] < length:
+        return None
+    seen = mask[:, 0, 0, :length].expand(batch, length)
+    counts = seen.sum(1)
+    if not bool(counts.all()):
+        return None  # a text that looks at nothing
+    return rows[seen], torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+
+
+def attend_natively(model: PreTrainedModel) -> None:
+    """Give a model on the CPU this attention, unless it has one of its own kind."""
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(ATTENTION)
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

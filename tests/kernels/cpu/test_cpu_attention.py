@@ -1,0 +1,126 @@
+"""The native attention of one token against the same sums in fp64, on every instruction set at hand."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.tiers import tiers
+from torch import Tensor
+
+from trilobite.errors import ShapeError
+from trilobite.kernels.cpu import engine as cpu
+from trilobite.kernels.cpu.attention import attend, attends
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
+CLOSE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+"""Largest error as a share of the largest result: that of rounding the result."""
+
+
+@pytest.fixture(params=tiers())
+def tier(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield cpu.set_tier(request.param)
+    cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
+
+
+def naive(
+    query: Tensor, key: Tensor, value: Tensor, texts: list[Tensor], softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Text by text, head by head, in fp64."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    query, key, value = query.double(), key.double(), value.double()
+    for t, rows in enumerate(texts):
+        for h in range(query.shape[1]):
+            kept = h * key.shape[1] // query.shape[1]
+            scores = key[rows, kept] @ query[t, h] * query.shape[2] ** -0.5
+            scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+            nothing = scores.new_tensor([]) if sinks is None else sinks[h : h + 1].double()
+            out[t, h] = torch.cat((scores, nothing)).softmax(0)[: len(rows)] @ value[rows, kept]
+    return out
+
+
+def some(
+    dtype: torch.dtype, heads: int, kv_heads: int, width: int, lengths: list[int]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Queries, keys and values of a cache with twice the rows needed, and which of them each text has."""
+    torch.manual_seed(sum(lengths) + width)
+    size = 2 * sum(lengths)
+    query = torch.randn(len(lengths), heads, width).to(dtype)
+    key, value = (torch.randn(size, kv_heads, width).to(dtype) for _ in range(2))
+    return query, key, value, list(torch.randperm(size)[: sum(lengths)].split(lengths))
+
+
+def indices(texts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.cat(texts), torch.tensor([0, *map(len, texts)]).cumsum(0)
+
+
+def distance(made: Tensor, expected: Tensor) -> float:
+    return float((made.double() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "lengths"),
+    [(1, 1, 16, [1]), (6, 3, 48, [5, 1, 130]), (16, 16, 128, [67]), (14, 2, 64, [9, 300, 4, 33, 1, 2, 7, 8])],
+)
+def test_against_fp64(
+    tier: str, dtype: torch.dtype, heads: int, kv_heads: int, width: int, lengths: list[int]
+) -> None:
+    query, key, value, texts = some(dtype, heads, kv_heads, width, lengths)
+    made = attend(query, key, value, *indices(texts))
+    assert distance(made, naive(query, key, value, texts, 0, None)) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_bounded_scores_and_sinks(softcap: float, sinks: bool) -> None:
+    query, key, value, texts = some(torch.float32, 8, 2, 32, [40, 3])
+    sink = torch.linspace(-2, 3, 8) if sinks else None
+    made = attend(query, key, value, *indices(texts), softcap=softcap, sinks=sink)
+    assert distance(made, naive(query, key, value, texts, softcap, sink)) < 2e-6
+
+
+def test_heads_that_lie_apart_and_every_number_of_threads() -> None:
+    query, key, value, texts = some(torch.bfloat16, 8, 8, 64, [500, 700])
+    expected = attend(query, key, value, *indices(texts))
+    apart = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (key, value)]
+    assert apart[0].stride(1) > apart[0].stride(0)
+    assert torch.equal(attend(query, *apart, *indices(texts)), expected)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(attend(query, key, value, *indices(texts)), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_scores_and_what_is_not_finite() -> None:
+    query, key, value, texts = some(torch.float32, 2, 1, 16, [20])
+    made = attend(100 * query, key, value, *indices(texts))
+    assert distance(made, naive(100 * query, key, value, texts, 0, None)) < 1e-5
+    value[texts[0][3], 0, 5] = torch.nan
+    made = attend(query, key, value, *indices(texts))
+    assert made[0, :, 5].isnan().all()
+    assert made[0, :, :5].isfinite().all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    query, key, value, texts = some(torch.float32, 4, 2, 16, [3, 2])
+    rows, starts = indices(texts)
+    for wrong in (
+        (query, key[:, :, :8], value, rows, starts),
+        (query, key.bfloat16(), value, rows, starts),
+        (query, key, value.flip(0)[:-1], rows, starts),
+        (query, key, value, rows.int(), starts),
+        (query, key, value, rows, starts + 1),
+        (query, key, value, rows - 100, starts),
+        (query, key, value, rows + len(key), starts),
+        (query, key, value, rows, torch.tensor([0, 0, 5])),
+        (query[:, :3], key, value, rows, starts),
+        (query[:, :, :8].contiguous(), key[:, :, :8], value[:, :, :8], rows, starts),
+    ):
+        with pytest.raises(ShapeError, match="attention"):
+            attend(*wrong)
+    assert not attends(query[:, :, :8])
+    assert not attends(query.double())
