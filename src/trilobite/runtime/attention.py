@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -19,17 +20,22 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' `sdpa`; where every text has one new token, one call of the CPU engine in its place.
 
-    query: [B, heads, T, D]    key, value: [B, kv heads, S, D]    attention_mask: [B, 1, T, S] bool, or what `sdpa` takes
+    query: [B, heads, T, D]    key: [B, kv heads, S, D]    value: [B, kv heads, S, D or less (MLA)]
+    attention_mask: [B, 1, T, S] bool, or what `sdpa` takes
     returns: [B, T, heads, D]    The keyword arguments are those of transformers' attention functions.
     """
+    width = value.shape[3]
+    if query.shape[2] == 1 and width < key.shape[3]:
+        value = pad(value, (0, key.shape[3] - width))
     if _is_step(query, key, value, kwargs):
         read = _read(key, attention_mask)
         if read is not None:
-            (batch, kv_heads, length, width), (apart, heads, row, _) = key.shape, key.stride()
-            shape = (batch - 1) * (apart // row) + length, kv_heads, width
+            (batch, kv_heads, length, wide), (apart, heads, row, _) = key.shape, key.stride()
+            shape = (batch - 1) * (apart // row) + length, kv_heads, wide
             keys, values = (t.as_strided(shape, (row, heads, 1)) for t in (key, value))
             made = attend(query[:, :, 0], keys, values, *read, scale=kwargs.get("scaling"))
-            return made[:, None], None
+            return made[:, None, :, :width], None
+    value = value[..., :width]
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
 
