@@ -68,13 +68,16 @@ class RescaledWeights:
                 part = cut(whole, m.view)
                 part.copy_(self.apply(m.name, part))
             return whole
+        if w.dtype == torch.float64 and (name in self._writes or name in self._reads):
+            w = w.float()
         if name in self._writes:
             stream, port = self._writes[name]
             factor = _spread(self.scales(stream), port)
-            w = w.float() * (factor if w.dim() == 1 else factor[:, None])
+            w = w * (factor if w.dim() == 1 else factor[:, None])  # in fp32, as the factors are
         if name in self._reads:
             stream, port = self._reads[name]
-            w = w.float() / _spread(self.scales(stream), port)
+            divisor = _spread(self.scales(stream), port)
+            w = w.div_(divisor) if name in self._writes else w / divisor
         return w
 
     def scales(self, stream: Stream) -> Tensor:
