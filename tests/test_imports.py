@@ -112,6 +112,7 @@ def test_a_right_import_is_accepted(line: str) -> None:
 
 BACKENDS = ("trilobite.kernels.cpu", "trilobite.kernels.gpu")
 ROOMS: dict[str, set[str]] = {
+    "checkpoint/remote": set(),
     "quantize/plan": {"methods"},
     "quantize/methods": set(),
     "quantize/budget": {"calibrate", "methods", "plan"},

@@ -60,6 +60,10 @@ class DestinationError(TrilobiteError, OSError):
     """The destination is full, occupied, or was made by something else."""
 
 
+class StoreError(TrilobiteError, OSError):
+    """An object store fails, refuses, or holds something else than when it was opened."""
+
+
 class CalibrationError(TrilobiteError, ValueError):
     """A text, a model or its activations cannot calibrate a method that needs data."""
 

@@ -103,7 +103,7 @@ def test_a_journal_on_a_full_disk(
     PackedWriter(dst, UNITS, {"source": 1}).__exit__(None)
     journal.unlink()
     journal.symlink_to("/dev/full")
-    monkeypatch.setattr("trilobite.checkpoint.packed._read_journal", lambda *_: {})
+    monkeypatch.setattr("trilobite.checkpoint.packed.read_journal", lambda *_: {})
     before = len(list(open_handles()))
 
     def fill() -> None:

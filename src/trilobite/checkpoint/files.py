@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from trilobite.errors import CheckpointError, DestinationError
+from trilobite.errors import CheckpointError, DestinationError, TrilobiteError
 
 READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".safetensors", ".md"})
 """Suffixes of the files of a checkpoint that somebody reads, be it transformers."""
@@ -108,7 +108,7 @@ def explained(dst: Path) -> Iterator[None]:
     """Turn errors of the operating system into one line that says what survives."""
     try:
         yield
-    except DestinationError:
+    except TrilobiteError:
         raise
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):

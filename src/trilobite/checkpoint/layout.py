@@ -54,6 +54,11 @@ class Shard:
     units: list[Unit] = field(default_factory=list)
     nbytes: int = 0
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file, with its header."""
+        return len(self.header()) + self.nbytes
+
     def header(self) -> bytes:
         """The safetensors header; padded with spaces so that the data starts at a multiple of 64 bytes."""
         rows = {unit.name: unit.rows for unit in self.units if unit.rows is not None}

@@ -27,13 +27,22 @@ from torch import Tensor
 
 from trilobite.checkpoint.checksums import CHECKSUMS
 from trilobite.checkpoint.files import check_regular, explained, locked, write_at, write_whole
+from trilobite.checkpoint.journal import (
+    JOURNAL,
+    PARTIAL,
+    as_json,
+    as_rows,
+    check_free,
+    claim,
+    read_journal,
+    read_rows,
+)
 from trilobite.checkpoint.layout import Shard, Unit, make_shards
 from trilobite.checkpoint.places import Place, new_mark, opened
+from trilobite.checkpoint.remote.upload import WAITING, Upload
 from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
 
 FORMAT_VERSION = 1
-PARTIAL = ".partial"
-IDENTITY = "identity.json"
 REPORT = "trilobite.json"
 TIMES = "trilobite-times.json"
 """Seconds by tensor: the one file that differs between equal runs."""
@@ -46,18 +55,27 @@ class PackedWriter:
     """Writes the tensors of a packed checkpoint to their places. Thread safe; a context manager.
 
     done: records of finished units by name, those of earlier runs included
-    places: of all units by name, for processes elsewhere    mark: tells them that they see this folder
+    places: of all units by name, for processes elsewhere    mark: tells them that they see this folder; None where they
+    need not, for it is not the destination
     """
 
     def __init__(
-        self, dst: Path, units: Sequence[Unit], identity: Mapping[str, Any], *, shard_bytes: int = SHARD_BYTES
+        self,
+        dst: Path,
+        units: Sequence[Unit],
+        identity: Mapping[str, Any],
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        upload: Upload | None = None,
     ) -> None:
         """Begin, or continue where an earlier run with the same identity stopped.
 
+        upload: what takes finished files from DST, which is its folder
         Raises DestinationError when DST holds something else, when another run is writing it, when the disk cannot hold
         the rest, or cannot be written to.
         """
         self.dst, self.work = dst, dst / PARTIAL
+        self._upload = upload
         self._shards = make_shards(units, shard_bytes)
         self._lock = threading.Lock()
         self._writing, self._closed = 0, False
@@ -65,24 +83,49 @@ class PackedWriter:
         self._committed = time.monotonic()
         self.done: dict[str, dict[str, Any]] = {}
         self._files: dict[Path, int] = {}
+        self._sent: set[str] = set()
         with explained(dst), ExitStack() as lock, ExitStack() as handles:
-            _check_free(dst)
+            check_free(dst)
             self.work.mkdir(parents=True, exist_ok=True)
             lock.enter_context(locked(self.work))
-            _claim(dst, identity)
-            self.done = _read_journal(self.work / "journal.jsonl", {u.name for u in units})
+            claim(dst, identity, upload.url if upload else str(dst))
+            if upload:
+                upload.begin()
+            self._recall({u.name for u in units})
+            self._left = {s.name: sum(u.name not in self.done for u in s.units) for s in self._shards}
             self._check_space(units)
             self.places: dict[str, Place] = {}
             for shard in self._shards:
                 self._open(shard, handles)
-            self._journal = os.open(self.work / "journal.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
+            self._journal = os.open(self.work / JOURNAL, os.O_RDWR | os.O_CREAT, 0o644)
             handles.callback(os.close, self._journal)
             self._journaled = os.fstat(self._journal).st_size
-            self.mark = new_mark(self.work)
+            self.mark = None if upload else new_mark(self.work)
             self._claimed, self._handles = lock.pop_all(), handles.pop_all()
 
+    def _recall(self, known: set[str]) -> None:
+        """What earlier runs have done: the journal tells of files here, each shard that was sent of itself."""
+        journal = self.work / JOURNAL
+        self.done = read_journal(journal, known)
+        sent = self._upload.sent if self._upload else {}
+        lost = []
+        for shard in self._shards:
+            names = {u.name for u in shard.units}
+            size, rows = sent.get(shard.name, (0, b""))
+            records, _ = read_rows(rows, names)
+            if size == shard.file_bytes and len(records) == len(names):
+                self._sent.add(shard.name)
+                self.done |= records
+            elif not any((folder / shard.name).exists() for folder in (self.work, self.dst)):
+                lost += [name for name in names if self.done.pop(name, None)]
+        if lost:
+            write_whole(journal, as_rows(self.done))
+
     def _check_space(self, units: Sequence[Unit]) -> None:
-        needed = sum(u.nbytes for u in units if u.name not in self.done) + 16 * 2**20
+        needed = sum(u.nbytes for u in units if u.name not in self.done)
+        if self._upload and not self._upload.late:
+            needed = min(needed, (WAITING + 1) * max(shard.nbytes for shard in self._shards))
+        needed += 16 * 2**20
         free = shutil.disk_usage(self.dst).free
         if free < needed:
             raise DestinationError(
@@ -95,18 +138,21 @@ class PackedWriter:
         path = self.work / shard.name
         if not path.exists() and (self.dst / shard.name).exists():
             path = self.dst / shard.name  # killed while the finished files were moving up
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        handles.callback(os.close, handle)
-        self._files[path] = handle
-        if os.fstat(handle).st_size != len(header) + shard.nbytes:
-            os.ftruncate(handle, len(header) + shard.nbytes)
-        if os.pread(handle, len(header), 0) != header:
-            write_at(handle, memoryview(header), 0)
-            os.fdatasync(handle)
         offset = len(header)
         for unit in shard.units:
             self.places[unit.name] = Place(file=path, offset=offset, unit=unit)
             offset += unit.nbytes
+        if shard.name in self._sent:
+            path.unlink(missing_ok=True)
+            return
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handles.callback(os.close, handle)
+        self._files[path] = handle
+        if os.fstat(handle).st_size != shard.file_bytes:
+            os.ftruncate(handle, shard.file_bytes)
+        if os.pread(handle, len(header), 0) != header:
+            write_at(handle, memoryview(header), 0)
+            os.fdatasync(handle)
 
     def __enter__(self) -> "PackedWriter":
         """Nothing to acquire: the constructor did."""
@@ -148,27 +194,63 @@ class PackedWriter:
         """
         place = self.places[unit.name]
         with explained(self.dst), self._busy():
+            self._wait()
             sums = place.put(self._files[place.file], place.named(tensors))
             self._remember({"name": unit.name, **record, CHECKSUMS: sums})
+            self._send_if_done(place)
 
     def remember(self, name: str, record: Mapping[str, Any]) -> None:
         """Note a unit as finished that another process has put in its place on disk. record: with checksums."""
         with explained(self.dst), self._busy():
+            self._wait()
             self._remember({"name": name, **record})
+            self._send_if_done(self.places[name])
+
+    def _wait(self) -> None:
+        if self._upload:
+            self._upload.wait()
+
+    def _send_if_done(self, place: Place) -> None:
+        """Send the shard of a place that has just been filled, if it was the last one in it."""
+        if self._upload is None or self._upload.late:
+            return
+        with self._lock:
+            name = place.file.name
+            if self._left[name] or name in self._sent:
+                return
+            self._sent.add(name)
+        self._send(next(s for s in self._shards if s.name == name), self._upload)
+
+    def _send(self, shard: Shard, upload: Upload) -> None:
+        """Send a finished shard and free its room on this disk."""
+        path = self.places[shard.units[0].name].file
+        self.commit()
+        assert path.stat().st_size == shard.file_bytes
+        upload.send_shard(path, {u.name: self.done[u.name] for u in shard.units})
+        with self._lock:
+            if not self._closed:  # else another run may be at it
+                os.ftruncate(self._files.pop(path), 0)
+                path.unlink()
 
     def _remember(self, row: dict[str, Any]) -> None:
         with self._lock:
             if self._closed:
                 return
             self._pending.append(row)
+            self._left[self.places[row["name"]].file.name] -= row["name"] not in self.done
             self.done[row["name"]] = row
             if time.monotonic() - self._committed > COMMIT_SECONDS:
                 self._commit()
 
     def read(self, unit: Unit) -> list[Tensor]:
         """The tensors of a finished unit, in its order, as they are on disk."""
+        place = self.places[unit.name]
         with explained(self.dst), self._busy():
-            return self.places[unit.name].read()
+            with self._lock:  # else it is sent and removed meanwhile
+                if place.file in self._files:
+                    return place.read()
+            assert self._upload is not None
+            return place.tensors(self._upload.read(place.file.name, place.offset, unit.nbytes))
 
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
         """Put other values in the place of some tensors, by name, of finished units; they are on disk at the end.
@@ -177,6 +259,8 @@ class PackedWriter:
         """
         with explained(self.dst), self._busy():
             for path, places in groupby(self.places.values(), lambda place: place.file):
+                if path not in self._files:  # sent, by a run that had come this far
+                    continue
                 with opened(path, os.O_RDWR) as handle:
                     for place in places:
                         self.done[place.unit.name][CHECKSUMS] |= place.put(handle, tensors)
@@ -197,7 +281,7 @@ class PackedWriter:
             return
         for handle in self._files.values():
             os.fdatasync(handle)
-        rows = "".join(json.dumps(row) + "\n" for row in self._pending).encode()
+        rows = as_rows({row["name"]: row for row in self._pending})
         write_at(self._journal, memoryview(rows), self._journaled)
         os.fsync(self._journal)
         self._journaled += len(rows)
@@ -218,84 +302,28 @@ class PackedWriter:
             for name, data in companions.items():
                 self._add(name, data)
             for shard in self._shards:
-                if (self.work / shard.name).exists():
+                if self._upload:
+                    if shard.name not in self._sent:
+                        self._send(shard, self._upload)
+                elif (self.work / shard.name).exists():
                     os.replace(self.work / shard.name, self.dst / shard.name)
             self._add("model.safetensors.index.json", as_json(self._index()))
             for name, text in notes.items():
                 self._add(name, text.encode())
             self._add("config.json", as_json(config))
             shutil.rmtree(self.work)
+            if self._upload:
+                self._upload.finish()
 
     def _add(self, name: str, data: bytes) -> None:
         write_whole(self.dst / name, data, aside=self.work)
+        if self._upload:
+            self._upload.send(name)
 
     def _index(self) -> dict[str, Any]:
         names = {t.name: s.name for s in self._shards for u in s.units for t in u.tensors}
         total = sum(s.nbytes for s in self._shards)
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-
-
-def _check_free(dst: Path) -> None:
-    """Refuse what is neither new nor empty nor an unfinished run."""
-    if dst.exists() and not dst.is_dir():
-        raise DestinationError(f"{dst}: is a file; the destination must be a new folder")
-    begun = (dst / PARTIAL / IDENTITY).exists()
-    if not begun and dst.exists() and any(p.name != PARTIAL for p in dst.iterdir()):
-        raise DestinationError(f"{dst}: is not empty and holds no unfinished run; choose another destination")
-
-
-def _claim(dst: Path, identity: Mapping[str, Any]) -> None:
-    """Make the locked DST/.partial ours, or continue it; refuse that of another run."""
-    _check_free(dst)  # again: the run that held the lock may have finished
-    record = dst / PARTIAL / IDENTITY
-    if record.exists():
-        begun = _read_identity(dst, record)
-        differs = [key for key in identity if begun.get(key) != identity[key]]
-        if differs:
-            verb = "differ" if differs[1:] else "differs"
-            raise DestinationError(
-                f"{dst}: holds an unfinished run whose {' and '.join(differs)} {verb}; delete it to begin afresh, or "
-                "choose another destination"
-            )
-        return
-    write_whole(record, as_json(identity))
-
-
-def _read_identity(dst: Path, record: Path) -> dict[str, Any]:
-    try:
-        identity = json.loads(record.read_bytes())
-    except ValueError:
-        identity = None
-    if not isinstance(identity, dict):
-        raise DestinationError(
-            f"{record}: damaged, the unfinished run cannot be continued; delete {dst} to begin afresh, or choose "
-            "another destination"
-        )
-    return identity
-
-
-def _read_journal(path: Path, known: set[str]) -> dict[str, dict[str, Any]]:
-    """Finished units of earlier runs. A torn last line, the mark of a kill, is cut off."""
-    if not path.exists():
-        return {}
-    done: dict[str, dict[str, Any]] = {}
-    good = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not line.endswith(b"\n") or not isinstance(row, dict) or row.get("name") not in known:
-            break
-        done[row["name"]] = row
-        good += len(line)
-    os.truncate(path, good)
-    return done
-
-
-def as_json(data: Mapping[str, Any]) -> bytes:
-    """A JSON file's bytes."""
-    return (json.dumps(data, indent=2) + "\n").encode()
 
 
 def report_text(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

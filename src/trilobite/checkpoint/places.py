@@ -55,14 +55,17 @@ class Place:
 
     def read(self) -> list[Tensor]:
         """The tensors as they are on disk, whichever machine wrote them."""
-        tensors, offset = [], self.offset
-        with opened(
-            self.file, os.O_RDONLY
-        ) as handle:  # network file systems look for news when a file is opened
-            for planned in self.unit.tensors:
-                data = bytearray(os.pread(handle, planned.nbytes, offset))
-                tensors.append(torch.frombuffer(data, dtype=DTYPES[planned.dtype]).view(planned.shape))
-                offset += planned.nbytes
+        # Network file systems look for news when a file is opened.
+        with opened(self.file, os.O_RDONLY) as handle:
+            return self.tensors(os.pread(handle, self.unit.nbytes, self.offset))
+
+    def tensors(self, data: bytes) -> list[Tensor]:
+        """The tensors that some bytes are, those of the place."""
+        tensors, offset = [], 0
+        for planned in self.unit.tensors:
+            part = bytearray(data[offset : offset + planned.nbytes])
+            tensors.append(torch.frombuffer(part, dtype=DTYPES[planned.dtype]).view(planned.shape))
+            offset += planned.nbytes
         return tensors
 
 

@@ -11,10 +11,9 @@ Pickles are never opened.
 import hashlib
 import json
 import math
-import mmap
-import re
 import struct
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trilobite.checkpoint.files import check_regular
+from trilobite.checkpoint.folder import INCOMPLETE, INDEX, Folder, RangeFile, local_folder
 from trilobite.checkpoint.hub import download
+from trilobite.checkpoint.remote.mirror import how_to_download, remote_folder
+from trilobite.checkpoint.remote.store import is_url
 from trilobite.errors import CheckpointError, one_line
 
 DTYPES: dict[str, torch.dtype] = {
@@ -46,10 +47,10 @@ if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
 
 ROWS = "rows"
 """Key of a header's metadata in files that we wrote: N by name, of packed matrices whose last tiles are partial."""
-INDEX = "model.safetensors.index.json"
-INCOMPLETE = "the copy is incomplete: copy it again"
 MAX_HEADER = 100_000_000
 """safetensors' own limit. A longer header means that the file is something else."""
+READERS = 16
+"""Files whose headers are read at a time."""
 SAMPLE, SAMPLES = 64 * 1024, 8
 """Bytes of one slice, and slices of one file, that the fingerprint reads."""
 
@@ -80,12 +81,22 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class _File:
-    """What a tensor file was when it was opened."""
+    """A tensor file, and what its header says."""
 
-    size: int
-    mtime_ns: int
+    data: RangeFile
     data_start: int
     rows: dict[str, int] | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.data.size
+
+    def sample(self) -> list[bytes]:
+        """The header and some slices, for the fingerprint."""
+        span = max(0, self.size - self.data_start - SAMPLE)
+        starts = [self.data_start + span * i // (SAMPLES - 1) for i in range(SAMPLES)]
+        return [self.data.read(0, self.data_start), *(self.data.read(start, SAMPLE) for start in starts)]
 
 
 class Rescaling(Protocol):
@@ -108,11 +119,20 @@ class Source:
     rescaling: of what is read as a matrix (`roles.read_matrix`); raw tensors are as on disk
     """
 
-    path: Path
+    folder: Folder
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     files: dict[Path, _File]
     rescaling: Rescaling | None = None
+
+    def __str__(self) -> str:
+        """What messages call it: its path, or its URL."""
+        return str(self.folder)
+
+    @property
+    def path(self) -> Path:
+        """The folder of this machine that holds its small files, and its tensors unless they are read from a URL."""
+        return self.folder.path
 
     @property
     def rows(self) -> dict[str, int] | None:
@@ -125,7 +145,7 @@ class Source:
         return found
 
     def read(self, name: str) -> Tensor:
-        """One tensor. Its memory is a private mapping of the file, released when the tensor is freed."""
+        """One tensor. Of a file on this machine it is a private mapping, released when the tensor is freed."""
         info = self.info(name)
         return self._map(info, 0, info.nbytes).view(DTYPES[info.dtype]).view(info.shape)
 
@@ -140,7 +160,7 @@ class Source:
     def info(self, name: str) -> TensorInfo:
         """The directory entry of a tensor; raises CheckpointError when there is none."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}; it has {len(self.tensors)} others")
+            raise CheckpointError(f"{self}: no tensor {name!r}; it has {len(self.tensors)} others")
         return self.tensors[name]
 
     def fingerprint(self) -> str:
@@ -154,16 +174,18 @@ class Source:
             digest.update(self.rescaling.identity.encode())
         for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
-        for path, file in sorted(self.files.items()):
-            self._check_unchanged(path)
-            digest.update(f"{path.name} {file.size}\n".encode())
-            with path.open("rb") as f:
-                digest.update(f.read(file.data_start))
-                span = max(0, file.size - file.data_start - SAMPLE)
-                for i in range(SAMPLES):
-                    f.seek(file.data_start + span * i // (SAMPLES - 1))
-                    digest.update(f.read(SAMPLE))
+        files = sorted(self.files.items())
+        with ThreadPoolExecutor(READERS) as pool:
+            for (path, file), slices in zip(files, pool.map(_File.sample, dict(files).values()), strict=True):
+                digest.update(f"{path.name} {file.size}\n".encode())
+                for data in slices:
+                    digest.update(data)
         return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError unless all tensor files are what was opened."""
+        for file in self.files.values():
+            file.data.check_unchanged()
 
     def companions(self) -> list[Path]:
         """Tokenizer, generation and chat-template files, to be copied beside packed weights. Never code."""
@@ -180,38 +202,50 @@ class Source:
 
     def _map(self, info: TensorInfo, start: int, nbytes: int) -> Tensor:
         """nbytes of a tensor's data as uint8, aligned for its dtype."""
-        self._check_unchanged(info.file)
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        begin = info.offset + start
-        page = begin - begin % mmap.ALLOCATIONGRANULARITY
-        with info.file.open("rb") as f:
-            # A private mapping may be written to, which torch insists on, without ever changing the file.
-            pages = mmap.mmap(f.fileno(), begin - page + nbytes, offset=page, access=mmap.ACCESS_COPY)
-        data = torch.frombuffer(pages, dtype=torch.uint8, offset=begin - page, count=nbytes)
+        data = self.files[info.file].data.tensor(info.offset + start, nbytes)
         # safetensors aligns data only by habit, and a kernel may fault on less than the dtype's size.
         return data if data.data_ptr() % DTYPES[info.dtype].itemsize == 0 else data.clone()
 
-    def _check_unchanged(self, path: Path) -> None:
-        # Reading past the end of a mapped file that has shrunk kills the process: look before every mapping.
-        file = self.files[path]
-        try:
-            stat = path.stat()
-        except OSError as e:
-            raise CheckpointError(
-                f"{path}: gone since it was opened ({e.strerror}); restore it and run again"
-            ) from e
-        if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-            raise CheckpointError(
-                f"{path}: changed since it was opened; wait until it is complete and run again"
-            )
 
-
-def open_source(path_or_id: str | Path, *, revision: str | None = None) -> Source:
+def open_source(path_or_id: str | Path, *, revision: str | None = None, remote: bool = False) -> Source:
     """Open a checkpoint: a folder, or a hub id such as `mistralai/Mixtral-8x7B-v0.1` (downloaded if need be).
 
-    Raises CheckpointError when it is missing, incomplete, corrupt, or made of pickles.
+    remote: or a URL (s3://, gs://, hf://), of which tensors are read by ranges and only small files are downloaded
+    Raises CheckpointError when it is missing, incomplete, corrupt, or made of pickles, StoreError for a URL that does
+    not answer, MissingExtraError where what reads it is not installed.
     """
+    folder = _open_folder(path_or_id, revision, remote)
+    config = folder.json("config.json")
+    tensors: dict[str, TensorInfo] = {}
+    files: dict[Path, _File] = {}
+    found = folder.tensor_files()
+    with ThreadPoolExecutor(READERS) as pool:
+        headers = list(pool.map(_read_header, found))
+    for shard, (files[shard.path], of_shard) in zip(found, headers, strict=True):
+        for name in of_shard.keys() & tensors.keys():
+            raise CheckpointError(
+                f"{shard}: tensor {name!r} is also in {tensors[name].file.name}; expected every tensor once: "
+                "delete the file that does not belong to this checkpoint"
+            )
+        tensors.update(of_shard)
+    _check_index(folder, tensors)
+    return Source(folder=folder, config=config, tensors=tensors, files=files)
+
+
+def _open_folder(path_or_id: str | Path, revision: str | None, remote: bool) -> Folder:
+    if is_url(path_or_id):
+        if not remote:
+            raise CheckpointError(
+                f"{path_or_id}: a URL, and this needs the files on this machine; "
+                f"{how_to_download(str(path_or_id))}"
+            )
+        if revision is not None:
+            raise CheckpointError(
+                f"{path_or_id}: a URL; --revision goes with a hub id: write hf://NAME@{revision}"
+            )
+        return remote_folder(str(path_or_id), COMPANIONS, MAX_COMPANION)
     path = Path(path_or_id).expanduser()
     if path.is_file():
         raise CheckpointError(f"{path}: a file; expected the folder of a checkpoint: pass {path.parent}")
@@ -219,117 +253,46 @@ def open_source(path_or_id: str | Path, *, revision: str | None = None) -> Sourc
         path = download(str(path_or_id), revision, COMPANIONS)
     elif revision is not None:
         raise CheckpointError(f"{path}: a folder; --revision goes with a hub id: leave it out")
-    check_regular(path)
-    config = _read_json(path / "config.json")
-    tensors: dict[str, TensorInfo] = {}
-    files: dict[Path, _File] = {}
-    for shard in _tensor_files(path):
-        files[shard], of_shard = _read_header(shard)
-        for name in of_shard.keys() & tensors.keys():
-            raise CheckpointError(
-                f"{shard}: tensor {name!r} is also in {tensors[name].file.name}; expected every tensor once: "
-                "delete the file that does not belong to this checkpoint"
-            )
-        tensors.update(of_shard)
-    _check_index(path, tensors)
-    return Source(path=path, config=config, tensors=tensors, files=files)
+    return local_folder(path)
 
 
-def _tensor_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order. Raises CheckpointError when any is missing."""
-    if (path / INDEX).is_file():
-        shards = sorted(set(_weight_map(path).values()))
-        for shard in shards:
-            if Path(shard).name != shard:
-                raise CheckpointError(f"{path / INDEX}: shard {shard!r}; expected a file name: copy it again")
-            if not (path / shard).is_file():
-                raise CheckpointError(f"{path / shard}: listed in {INDEX} but missing; {INCOMPLETE}")
-        return [path / shard for shard in shards]
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    files = sorted(path.glob("*.safetensors"))
-    for file in files:
-        # Without an index, only the names tell how many parts there should be.
-        if m := re.fullmatch(r"(.*)-(\d+)-of-(\d+)\.safetensors", file.name):
-            for i in range(1, int(m[3]) + 1):
-                part = path / f"{m[1]}-{i:0{len(m[2])}}-of-{m[3]}.safetensors"
-                if not part.is_file():
-                    raise CheckpointError(f"{part}: missing beside {file.name}; {INCOMPLETE}")
-    if files:
-        return files
-    pickles = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
-    if pickles:
-        raise CheckpointError(
-            f"{path}: only pickled weights ({pickles[0]}), which can run code when loaded; "
-            "convert them to safetensors first (on the hub: huggingface.co/spaces/safetensors/convert)"
-        )
-    raise CheckpointError(f"{path}: no *.safetensors files; expected the folder of a Hugging Face checkpoint")
-
-
-def _check_index(path: Path, tensors: dict[str, TensorInfo]) -> None:
-    if not (path / INDEX).is_file():
-        return
-    for name, shard in _weight_map(path).items():
+def _check_index(folder: Folder, tensors: dict[str, TensorInfo]) -> None:
+    for name, shard in (folder.weight_map() or {}).items():
         if name not in tensors or tensors[name].file.name != shard:
             raise CheckpointError(
-                f"{path / shard}: tensor {name!r} is missing though {INDEX} puts it there; "
+                f"{folder}/{shard}: tensor {name!r} is missing though {INDEX} puts it there; "
                 "the files are of different checkpoints: copy them again"
             )
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    weight_map = _read_json(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(
-            f"{path / INDEX}: expected a mapping 'weight_map' from tensors to files; copy it again"
-        )
-    return weight_map
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError as e:
-        raise CheckpointError(f"{path}: missing; expected the folder of a Hugging Face checkpoint") from e
-    except OSError as e:
-        raise CheckpointError(f"{path}: cannot be read ({e.strerror}); copy it again") from e
-    except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: not valid JSON ({one_line(e)}); copy it again") from e
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}; copy it again")
-    return data
-
-
-def _read_header(path: Path) -> tuple[_File, dict[str, TensorInfo]]:
+def _read_header(file: RangeFile) -> tuple[_File, dict[str, TensorInfo]]:
     """Parse and check the header of one safetensors file."""
-    with path.open("rb") as f:
-        stat = path.stat()
-        start = f.read(8)
-        if start == b"version ":
-            raise CheckpointError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
-        if len(start) < 8:
-            raise CheckpointError(f"{path}: {stat.st_size} bytes long; {INCOMPLETE}")
-        (length,) = struct.unpack("<Q", start)
-        if length > MAX_HEADER:
-            raise CheckpointError(
-                f"{path}: not a safetensors file (a header of {length} bytes is impossible); copy it again"
-            )
-        if 8 + length > stat.st_size:
-            short = 8 + length - stat.st_size
-            raise CheckpointError(f"{path}: {short} bytes too short for its own header; {INCOMPLETE}")
-        header = f.read(length)
+    start = file.read(0, 8)
+    if start == b"version ":
+        raise CheckpointError(f"{file}: a Git LFS pointer, not the file itself; run `git lfs pull`")
+    if len(start) < 8:
+        raise CheckpointError(f"{file}: {file.size} bytes long; {INCOMPLETE}")
+    (length,) = struct.unpack("<Q", start)
+    if length > MAX_HEADER:
+        raise CheckpointError(
+            f"{file}: not a safetensors file (a header of {length} bytes is impossible); copy it again"
+        )
+    if 8 + length > file.size:
+        short = 8 + length - file.size
+        raise CheckpointError(f"{file}: {short} bytes too short for its own header; {INCOMPLETE}")
+    header = file.read(8, length)
     try:
         entries = json.loads(header, object_pairs_hook=_without_duplicates)
         if not isinstance(entries, dict):
             raise ValueError(f"a {type(entries).__name__}, not an object")
         rows = _rows(entries.pop("__metadata__", None))
-        tensors = {name: _tensor_info(path, 8 + length, name, entry) for name, entry in entries.items()}
+        tensors = {name: _tensor_info(file, 8 + length, name, entry) for name, entry in entries.items()}
     except (ValueError, RecursionError) as e:
         if isinstance(e, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: the header is garbage ({one_line(e)}); copy it again") from e
-    _check_extent(path, stat.st_size, 8 + length, tensors)
-    return _File(size=stat.st_size, mtime_ns=stat.st_mtime_ns, data_start=8 + length, rows=rows), tensors
+        raise CheckpointError(f"{file}: the header is garbage ({one_line(e)}); copy it again") from e
+    _check_extent(file, 8 + length, tensors)
+    return _File(data=file, data_start=8 + length, rows=rows), tensors
 
 
 def _rows(metadata: Any) -> dict[str, int] | None:
@@ -341,8 +304,8 @@ def _rows(metadata: Any) -> dict[str, int] | None:
     return rows
 
 
-def _tensor_info(path: Path, data_start: int, name: str, entry: Any) -> TensorInfo:
-    where = f"{path}: tensor {name!r}"
+def _tensor_info(file: RangeFile, data_start: int, name: str, entry: Any) -> TensorInfo:
+    where = f"{file}: tensor {name!r}"
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where}: no dtype, shape and data_offsets in the header; copy it again")
     dtype: Any = entry.get("dtype")
@@ -355,7 +318,7 @@ def _tensor_info(path: Path, data_start: int, name: str, entry: Any) -> TensorIn
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if span[1] - span[0] != nbytes:
         raise CheckpointError(f"{where}: {dtype} {shape} needs {nbytes} bytes, not {span}; copy it again")
-    return TensorInfo(path, dtype, tuple(shape), offset=data_start + span[0], nbytes=nbytes)
+    return TensorInfo(file.path, dtype, tuple(shape), offset=data_start + span[0], nbytes=nbytes)
 
 
 def _naturals(value: Any) -> bool:
@@ -363,20 +326,21 @@ def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
-def _check_extent(path: Path, size: int, data_start: int, tensors: dict[str, TensorInfo]) -> None:
+def _check_extent(file: RangeFile, data_start: int, tensors: dict[str, TensorInfo]) -> None:
     """The tensors must cover the data exactly: no overlap, no hole, nothing beyond the end of the file."""
     end = data_start
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if info.offset != end:
             raise CheckpointError(
-                f"{path}: tensor {name!r} starts at byte {info.offset}, expected {end} "
+                f"{file}: tensor {name!r} starts at byte {info.offset}, expected {end} "
                 f"({'overlap' if info.offset < end else 'hole'}); copy it again"
             )
         end += info.nbytes
+    size = file.size
     if size < end:
-        raise CheckpointError(f"{path}: {end - size} bytes shorter than its header says; {INCOMPLETE}")
+        raise CheckpointError(f"{file}: {end - size} bytes shorter than its header says; {INCOMPLETE}")
     if size > end:
-        raise CheckpointError(f"{path}: {size - end} bytes longer than its header says; copy it again")
+        raise CheckpointError(f"{file}: {size - end} bytes longer than its header says; copy it again")
 
 
 def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

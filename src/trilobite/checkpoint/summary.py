@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from trilobite.checkpoint.packed import PARTIAL, REPORT
+from trilobite.checkpoint.journal import PARTIAL
+from trilobite.checkpoint.packed import REPORT
 from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import Source
 from trilobite.recipe import Role

@@ -35,7 +35,7 @@ def quantization_of(source: Source, *methods: str) -> dict[str, Any]:
             "correct it, or copy it again"
         )
     raise CheckpointError(
-        f"{source.path}: already quantized with {method!r}; expected 16-bit, fp8 or mxfp4 weights: take the original "
+        f"{source}: already quantized with {method!r}; expected 16-bit, fp8 or mxfp4 weights: take the original "
         "checkpoint"
     )
 
@@ -85,7 +85,7 @@ def scale_of(source: Source, name: str) -> str | None:
         return None
     if f"{name}_scale_inv" not in source.tensors:
         raise CheckpointError(
-            f"{source.path}: {name} is fp8 without {name}_scale_inv; expected block scales beside every fp8 "
+            f"{source}: {name} is fp8 without {name}_scale_inv; expected block scales beside every fp8 "
             "weight: copy the checkpoint again, or compress its 16-bit original"
         )
     return f"{name}_scale_inv"

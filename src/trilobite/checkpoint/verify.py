@@ -44,7 +44,7 @@ def verify(source: Source) -> Iterator[Checked]:
 def check_intact(source: Source) -> None:
     """Raise CheckpointError unless all checksums hold."""
     if damaged := [checked for checked in verify(source) if checked.damage]:
-        raise CheckpointError(tell(source.path, damaged))
+        raise CheckpointError(tell(source, damaged))
 
 
 def check_names(source: Source) -> None:
@@ -54,13 +54,13 @@ def check_names(source: Source) -> None:
     """
     _, tensors = _listed(source.path)
     for name in tensors.keys() - source.tensors.keys():
-        raise CheckpointError(f"{source.path}: tensor {name!r} of {REPORT} is missing; copy the folder again")
+        raise CheckpointError(f"{source}: tensor {name!r} of {REPORT} is missing; copy the folder again")
 
 
-def tell(path: Path, damaged: Sequence[Checked]) -> str:
+def tell(source: Source, damaged: Sequence[Checked]) -> str:
     """One line for people."""
     others = f", and so are {len(damaged) - 1} more" if len(damaged) > 1 else ""
-    return f"{path}: {damaged[0].name} {damaged[0].damage}{others}; copy the folder again"
+    return f"{source}: {damaged[0].name} {damaged[0].damage}{others}; copy the folder again"
 
 
 def refreshed(report: str, folder: Path) -> str:

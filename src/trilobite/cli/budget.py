@@ -159,4 +159,4 @@ def _reserved(src: str, context: int | None) -> int:
     from trilobite.runtime.offload.plan import Offload
     from trilobite.runtime.room import room_beside_weights
 
-    return room_beside_weights(open_source(src), Offload.context if context is None else context)
+    return room_beside_weights(open_source(src, remote=True), Offload.context if context is None else context)

@@ -51,6 +51,7 @@ from trilobite.cli.options import (
     RuntimeOption,
     SamplesOption,
     SaveHessiansOption,
+    ScratchOption,
     SeedOption,
     StatsOption,
     TargetTextOption,
@@ -94,13 +95,21 @@ def fixed_options(
 
 
 SourceArgument = Annotated[
-    str, typer.Argument(help="Folder of the original checkpoint, or a hub id.", callback=named, metavar="SRC")
+    str,
+    typer.Argument(
+        help="Folder of the original checkpoint, a hub id, or a URL (s3://, gs://, hf://).",
+        callback=named,
+        metavar="SRC",
+    ),
 ]
 
 
 def compress(
     src: SourceArgument,
-    dst: Annotated[Path, typer.Argument(help="New folder for the packed checkpoint.", metavar="DST")],
+    dst: Annotated[
+        str,
+        typer.Argument(help="New folder for the packed checkpoint, or a URL.", callback=named, metavar="DST"),
+    ],
     recipe: RecipeOption = None,
     bits: BitsOption = None,
     size_: SizeOption = None,
@@ -135,6 +144,7 @@ def compress(
     keep_unmatched: UnmatchedOption = False,
     runtime: RuntimeOption = None,
     revision: RevisionOption = None,
+    scratch: ScratchOption = None,
     ray: RayOption = None,
     workers: WorkersOption = 0,
     verbose: NodesOption = False,
@@ -142,6 +152,7 @@ def compress(
 ) -> None:
     """Compress a checkpoint to a new folder.
 
+    SRC and DST may be URLs (docs/cluster.md): tensors are then read one by one, and finished files sent one by one.
     Killed or interrupted at any moment, the same command continues and ends with the same bytes.
 
     \b
@@ -149,6 +160,9 @@ def compress(
 
     \b
     Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-3bit --recipe milo-s1
+
+    \b
+    Example: trilobite compress s3://models/Mixtral-8x7B s3://models/mixtral-3bit -r milo-s1
 
     \b
     Example: trilobite compress mistralai/Mixtral-8x7B-v0.1 mixtral-gptq -r gptq3 --calibration wiki.txt
@@ -187,24 +201,26 @@ def compress(
         finetune=finetune,
     )
     cluster = chosen_workers(ray, workers)
+    from trilobite.checkpoint.remote.store import is_url
     from trilobite.checkpoint.source import open_source
     from trilobite.quantize.plan.runtimes import RUNTIMES
     from trilobite.quantize.run.compress import compress as run
 
-    folder = open_source(
-        src, revision=revision
-    ).path  # downloaded before our bars come: it has bars of its own
+    if scratch is not None and not is_url(dst):
+        raise typer.BadParameter("goes with a DST that is a URL", param_hint="--scratch")
+    if revision is not None or not is_url(src):  # downloaded before our bars come: it has bars of its own
+        src = str(open_source(src, revision=revision, remote=True).path)
     with quiet() if ground or budget or chosen.importance != "none" else nullcontext(), Progress() as bars:
         progress = CompressProgress(bars, RUNTIMES[runtime] if runtime else None)
         tell_state(progress.state)
         result = run(
-            str(folder),
+            src,
             dst,
             chosen,
             frequency=frequencies(stats),
             keep_unmatched=keep_unmatched,
             calibration=ground,
-            options=progress.options(jobs, device if cluster else usable_device(device), cluster),
+            options=progress.options(jobs, device if cluster else usable_device(device), cluster, scratch),
         )
         tell_state(None)
     if cluster and verbose:
@@ -212,17 +228,19 @@ def compress(
     _print_result(dst, result, json)
 
 
-def _print_result(dst: Path, result: "Result", json: bool) -> None:
+def _print_result(dst: str, result: "Result", json: bool) -> None:
     from trilobite.checkpoint.packed import read_report
-    from trilobite.checkpoint.summary import bytes_on_disk
+    from trilobite.checkpoint.source import open_source
     from trilobite.quantize.plan.report import faint, report, scarce, slowest
 
-    tensors = read_report(dst)["tensors"]
-    made = report(tensors, bytes_on_disk=bytes_on_disk(dst))
+    packed = open_source(dst, remote=True)
+    found = read_report(packed.path)
+    tensors = found["tensors"]
+    made = report(tensors, bytes_on_disk=packed.folder.nbytes)
     slow = slowest(result.records)
     if json:
         extra: dict[str, Any] = {
-            "destination": str(dst),
+            "destination": dst,
             "recipe": result.plan.recipe.name,
             "rank": result.plan.rank,
         }
@@ -237,7 +255,7 @@ def _print_result(dst: Path, result: "Result", json: bool) -> None:
         return
     if not result.fresh:
         note(f"{dst}: is already complete; nothing was done")
-    if account := read_report(dst)["identity"].get("planner"):
+    if account := found["identity"].get("planner"):
         print_account(account)
     print_report(made, f"{dst}, recipe {result.plan.recipe.name}")
     print_kept(made)

@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trilobite.quantize.plan.plan import Plan, PlanLine
     from trilobite.quantize.run.executor import Workers
     from trilobite.quantize.run.options import Options
@@ -159,7 +161,9 @@ class CompressProgress:
         self.work = self.work_done = 0
         self.error = ""
 
-    def options(self, jobs: int, device: str, workers: "Workers | None" = None) -> "Options":
+    def options(
+        self, jobs: int, device: str, workers: "Workers | None" = None, scratch: "Path | None" = None
+    ) -> "Options":
         """How to run, with this object looking on."""
         from trilobite.quantize.run.options import Options
         from trilobite.quantize.watcher import Watcher
@@ -171,6 +175,7 @@ class CompressProgress:
             on_line=self.on_line,
             watcher=Watcher(progress=self.progress.show, note=note),
             workers=workers,
+            scratch=scratch,
         )
 
     def on_plan(self, plan: "Plan") -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
+    from trilobite.checkpoint.source import Source
     from trilobite.checkpoint.summary import RoleSummary
     from trilobite.quantize.plan.report import Account
     from trilobite.quantize.plan.statistics import RoleSample
@@ -24,7 +25,7 @@ def inspect(
     path: Annotated[
         str,
         typer.Argument(
-            help="An original or a packed checkpoint: folder or hub id.", callback=named, metavar="PATH"
+            help="An original or a packed checkpoint: folder, hub id or URL.", callback=named, metavar="PATH"
         ),
     ],
     samples: Annotated[
@@ -46,20 +47,17 @@ def inspect(
     \b
     Example: trilobite inspect mixtral-3bit --json
     """
-    from trilobite.checkpoint.summary import is_packed
-
-    if is_packed(Path(path)):  # before it is opened: an unfinished run is no checkpoint
-        _inspect_packed(Path(path), json, plot)
-        return
+    from trilobite.checkpoint.packed import check_finished
     from trilobite.checkpoint.roles import identify
     from trilobite.checkpoint.source import open_source
-    from trilobite.checkpoint.summary import summarize
+    from trilobite.checkpoint.summary import is_packed, summarize
     from trilobite.quantize.plan.statistics import sample_roles
     from trilobite.quantize.watcher import Watcher
 
-    source = open_source(path, revision=revision)
+    check_finished(Path(path))  # before it is opened: an unfinished run is no checkpoint
+    source = open_source(path, revision=revision, remote=True)
     if is_packed(source.path) or _names_trilobite(source.config):
-        _inspect_packed(source.path, json, plot)
+        _inspect_packed(source, json, plot)
         return
     matrices = identify(source, keep_unmatched=True)
     with Progress() as bars:
@@ -132,24 +130,22 @@ def _print_original(title: str, rows: "list[RoleSummary]", sampled: "dict[Any, R
     print_table(columns, table, title=title, left=2)
 
 
-def _inspect_packed(path: Path, json: bool, plot: Path | None) -> None:
-    from trilobite.checkpoint.source import open_source
+def _inspect_packed(source: "Source", json: bool, plot: Path | None) -> None:
     from trilobite.report import figures
     from trilobite.report.read import read_packed
 
-    packed = read_packed(path)
-    open_source(str(path))
+    packed = read_packed(source.path, source.folder.nbytes)
     made, accounts, recipe = packed.made, packed.accounts, packed.recipe
     head = {key: packed.head[key] for key in ("format_version", "rank", "source")}
     if plot is not None:
         _draw(plot, lambda: figures.overview(packed))
     if json:
-        head = {"path": str(path), "kind": "packed", "recipe": recipe} | head
+        head = {"path": str(source), "kind": "packed", "recipe": recipe} | head
         print_json(head | made.to_dict() | {"accounts": [a.to_dict() for a in accounts]})
         return
     ranks = f", ranks {head['rank']}" if head["rank"] else ""
     print_report(
-        made, f"{path}: packed from {head['source']} with {recipe}{ranks}, format {head['format_version']}"
+        made, f"{source}: packed from {head['source']} with {recipe}{ranks}, format {head['format_version']}"
     )
     _print_accounts(accounts)
     print_kept(made)

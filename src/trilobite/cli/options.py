@@ -205,6 +205,14 @@ RuntimeOption = Annotated[
         metavar="PROGRAM",
     ),
 ]
+ScratchOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--scratch",
+        help="For a DST that is a URL: folder for what is not finished and sent yet (~/.cache/trilobite).",
+        metavar="FOLDER",
+    ),
+]
 RevisionOption = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.", metavar="REV")
 ]

@@ -105,7 +105,7 @@ def plan(
     from trilobite.quantize.run.planned import plan_within
     from trilobite.quantize.watcher import Watcher
 
-    source, account = open_source(src, revision=revision), None
+    source, account = open_source(src, revision=revision, remote=True), None
     with quiet() if budget else nullcontext(), Progress() as bars:
         watcher = Watcher(progress=bars.show, note=note)
         if budget:

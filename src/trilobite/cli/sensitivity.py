@@ -56,7 +56,7 @@ def sensitivity(
     from trilobite.quantize.run.sensitivity import measure_sensitivity
     from trilobite.quantize.watcher import Watcher
 
-    source = open_source(src, revision=revision)
+    source = open_source(src, revision=revision, remote=True)
     calibration = None if text is None else Calibration(text=text, samples=SAMPLES, propagate="original")
     with quiet(), Progress() as bars:
         found = measure_sensitivity(

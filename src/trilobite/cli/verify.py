@@ -11,7 +11,8 @@ from trilobite.errors import CheckpointError
 
 def verify(
     path: Annotated[
-        str, typer.Argument(help="A packed checkpoint: folder or hub id.", callback=named, metavar="PATH")
+        str,
+        typer.Argument(help="A packed checkpoint: folder, hub id or URL.", callback=named, metavar="PATH"),
     ],
     json: JsonOption = False,
 ) -> None:
@@ -25,7 +26,7 @@ def verify(
     from trilobite.checkpoint import verify as checks
     from trilobite.checkpoint.source import open_source
 
-    source = open_source(path)
+    source = open_source(path, remote=True)
     total, done = sum(info.nbytes for info in source.tensors.values()), 0
     found = []
     with Progress() as bars:
@@ -37,11 +38,11 @@ def verify(
     damaged = [checked for checked in found if checked.damage]
     if json:
         rows = [{"name": c.name, "damage": c.damage} for c in damaged]
-        print_json({"path": str(source.path), "checked": len(found), "bytes": done, "damaged": rows})
+        print_json({"path": str(source), "checked": len(found), "bytes": done, "damaged": rows})
     else:
         for checked in damaged:
             print(f"{checked.name} {checked.damage}")
     if damaged:
-        raise CheckpointError(checks.tell(source.path, damaged))
+        raise CheckpointError(checks.tell(source, damaged))
     if not json:
-        print(f"{source.path}: all {len(found)} tensors and files, {size(done)}, are as they were written")
+        print(f"{source}: all {len(found)} tensors and files, {size(done)}, are as they were written")

@@ -64,12 +64,12 @@ def model_class(config: PreTrainedConfig, source: Source) -> type[PreTrainedMode
     found = text_class(config)
     if found is None:
         raise ArchitectureError(
-            f"{source.path}: {type(config).__name__} has no text generation model in transformers; upgrade "
+            f"{source}: {type(config).__name__} has no text generation model in transformers; upgrade "
             "transformers, or take a checkpoint of the language model alone"
         )
     if found.__name__.endswith(BLOCKS):
         raise ArchitectureError(
-            f"{source.path}: a {found.__name__} writes whole blocks of text with layers that its two stacks share, "
+            f"{source}: a {found.__name__} writes whole blocks of text with layers that its two stacks share, "
             "which cannot run packed; take a model that writes token by token"
         )
     return found

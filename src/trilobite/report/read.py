@@ -60,15 +60,16 @@ class Packed:
         return [row for row in self.rows if "format" in row]
 
 
-def read_packed(path: Path) -> Packed:
+def read_packed(path: Path, nbytes: int | None = None) -> Packed:
     """Read a packed checkpoint's report, times and evaluations; weights stay unread.
 
+    nbytes: of all its files, where others lie elsewhere
     Raises CheckpointError for a folder that is none or damaged, FormatVersionError for a version unknown.
     """
     found = read_report(path)
     try:
         rows = [_checked(row) for row in found["tensors"]]
-        made = report(rows, bytes_on_disk=bytes_on_disk(path))
+        made = report(rows, bytes_on_disk=bytes_on_disk(path) if nbytes is None else nbytes)
         accounts = account(rows)
         head = {key: value for key, value in found.items() if key != "tensors"}
         recipe = printable(found["identity"]["recipe"]["name"])

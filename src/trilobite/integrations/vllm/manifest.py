@@ -59,7 +59,7 @@ def read_manifest(source: Source) -> Manifest:
             continue
         path = name.removesuffix(_PACKED)
         if f"{path}.weight_lattice" in source.tensors:
-            raise CheckpointError(f"{source.path}: {refuse_lattice(path, info.shape[2] // ROWS)}")
+            raise CheckpointError(f"{source}: {refuse_lattice(path, info.shape[2] // ROWS)}")
         if match := _EXPERT.match(path):
             experts.add(match[1])
         else:

@@ -26,6 +26,6 @@ def check_decoder(source: Source, importance: str) -> None:
     """Raise RecipeError for an encoder-decoder."""
     if text_config(source).get("is_encoder_decoder"):
         raise RecipeError(
-            f"{source.path}: importance {importance} is for decoder-only models; choose importance text with "
+            f"{source}: importance {importance} is for decoder-only models; choose importance text with "
             "--calibration and --target-text, or importance none"
         )

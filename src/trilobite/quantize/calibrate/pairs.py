@@ -26,17 +26,15 @@ def draw(source: Source, calibration: Calibration) -> Windows:
     config = read_config(source)
     if not config.is_encoder_decoder:
         if calibration.target is not None:
-            raise CalibrationError(
-                f"{source.path}: a decoder-only model has no use for --target-text; drop it"
-            )
+            raise CalibrationError(f"{source}: a decoder-only model has no use for --target-text; drop it")
         return draw_windows(source, calibration)
     if calibration.target is None:
         raise CalibrationError(
-            f"{source.path}: an encoder-decoder model; give the translation of the text too: --target-text FILE"
+            f"{source}: an encoder-decoder model; give the translation of the text too: --target-text FILE"
         )
     if calibration.finetune == "full":
         raise CalibrationError(
-            f"{source.path}: an encoder-decoder is trained block by block alone; use --finetune block"
+            f"{source}: an encoder-decoder is trained block by block alone; use --finetune block"
         )
     longest = window_length(source, calibration)
     tokenizer = calibration_tokenizer(source)

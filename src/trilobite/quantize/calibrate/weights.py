@@ -172,7 +172,7 @@ def _skeleton(source: Source, device: torch.device) -> PreTrainedModel:
     )
     if type(config) not in mapping:
         raise ArchitectureError(
-            f"{source.path}: {type(config).__name__} has no model of text alone in transformers, which calibration "
+            f"{source}: {type(config).__name__} has no model of text alone in transformers, which calibration "
             "runs; choose a recipe without calibration"
         )
     if hasattr(config, "quantization_config"):

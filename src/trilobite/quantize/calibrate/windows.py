@@ -113,7 +113,7 @@ def draw_windows(source: Source, calibration: Calibration) -> Windows:
     vocabulary = int(config.get("vocab_size") or 0)
     if vocabulary and int(windows.max()) >= vocabulary:
         raise CalibrationError(
-            f"{source.path}: its tokenizer gives token {int(windows.max())}, the model's vocabulary has {vocabulary}; "
+            f"{source}: its tokenizer gives token {int(windows.max())}, the model's vocabulary has {vocabulary}; "
             "copy the tokenizer that belongs to this checkpoint"
         )
     return Windows(ids=windows, identity=_identity(windows, calibration))

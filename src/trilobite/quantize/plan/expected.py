@@ -66,7 +66,7 @@ def _check_dtypes(source: Source, matrices: Sequence[Matrix]) -> None:
             and not DTYPES[dtype].is_floating_point
         ):
             raise CheckpointError(
-                f"{source.path}: {m.source} is {dtype}; expected weights in 16 or 32 bit, fp8 with scales or mxfp4: "
+                f"{source}: {m.source} is {dtype}; expected weights in 16 or 32 bit, fp8 with scales or mxfp4: "
                 "compress the original checkpoint"
             )
 
@@ -82,23 +82,23 @@ def _report(
     """Raise CheckpointError for the first thing that differs."""
     for tensor, (have, want) in found.wrong.items():
         raise CheckpointError(
-            f"{source.path}: {tensor} is {list(have)}, the {name} of config.json has {list(want)} there; {DAMAGED}"
+            f"{source}: {tensor} is {list(have)}, the {name} of config.json has {list(want)} there; {DAMAGED}"
         )
     if found.unclear:
         raise CheckpointError(
-            f"{source.path}: {found.unclear[0]} does not come together: expected all experts of a layer with all their "
+            f"{source}: {found.unclear[0]} does not come together: expected all experts of a layer with all their "
             f"matrices, in one shape; {DAMAGED}"
         )
     if found.missing:
         raise CheckpointError(
-            f"{source.path}: {len(found.missing)} tensors of the {name} of config.json are missing, first "
+            f"{source}: {len(found.missing)} tensors of the {name} of config.json are missing, first "
             f"{found.missing[0]}; {DAMAGED}"
         )
     layers = [n for n in found.unexpected if _is_layer_too_many(n, kinds)]
     if layers or (found.unexpected and not keep_unmatched):
         remedy = DAMAGED if layers else f"{DAMAGED}, or pass --keep-unmatched where they may be left out"
         raise CheckpointError(
-            f"{source.path}: {len(found.unexpected)} tensors are in no {name} as config.json describes it, first "
+            f"{source}: {len(found.unexpected)} tensors are in no {name} as config.json describes it, first "
             f"{(layers or found.unexpected)[0]}; {remedy}"
         )
 

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trilobite.checkpoint.journal import PARTIAL, as_json
 from trilobite.checkpoint.layout import Unit
-from trilobite.checkpoint.packed import PARTIAL, REPORT, TIMES, PackedWriter, as_json
+from trilobite.checkpoint.packed import REPORT, TIMES, PackedWriter
+from trilobite.checkpoint.remote.store import is_url
+from trilobite.checkpoint.remote.upload import Upload
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.formats.bitpack import ROWS
@@ -86,25 +89,28 @@ def compress(
     calibration: Calibration | None = None,
     options: Options | None = None,
 ) -> Result:
-    """Compress the checkpoint `src` (folder or hub id) into the folder `dst`.
+    """Compress the checkpoint `src` (folder, hub id or URL) into the folder `dst`, or to the URL `dst`.
 
     recipe: what `load_recipe` gives, the name or file that it takes, or a budget to make one for
     calibration: what recipes with a calibrated method (gptq) or importance measure activations on; others take none.
     Killed at any moment, the same call continues and ends with the same bytes. Raises TrilobiteError subclasses;
     KeyboardInterrupt leaves a resumable state.
     """
-    src, dst, options = str(src), Path(dst), options or Options()
+    src, dst, options = str(src), str(dst), options or Options()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     device = options.pick_device()
     if options.workers:  # theirs is another working directory
-        src, dst = str(Path(src).absolute()) if Path(src).exists() else src, dst.absolute()
+        src = str(Path(src).absolute()) if Path(src).exists() else src
+    tuned = calibration is not None and bool(calibration.finetune)
     started = time.monotonic()
-    source, planned = open_source(src), None
+    source, planned = open_source(src, remote=True), None
+    upload = Upload(dst, options.scratch, late=tuned) if is_url(dst) else None
+    folder = upload.folder if upload else Path(dst).absolute() if options.workers else Path(dst)
     options.watcher.progress("read", 0, 1)
     if isinstance(recipe, Budget):
         if calibration is not None:  # quantized blocks are not known before the recipe is
             calibration = replace(calibration, propagate="original")
-        planned = kept_plan(dst, recipe) or plan_within(
+        planned = kept_plan(folder, recipe) or plan_within(
             source, recipe, keep_unmatched=keep_unmatched, calibration=calibration, options=options
         )
         recipe = planned.recipe
@@ -119,25 +125,29 @@ def compress(
         calibration=calibrator.identity if calibrator else None,
         planner=planned.account if planned else None,
     )
-    finished = (dst / "config.json").exists()
+    finished = (folder / "config.json").exists()
     plan = prepare(
         source,
         recipe,
         frequency=frequency,
-        known_ranks=finished_ranks(dst, identity) if finished else kept_ranks(dst, identity),
+        known_ranks=finished_ranks(folder, identity, dst) if finished else kept_ranks(folder, identity),
         keep_unmatched=keep_unmatched,
-        tuned=calibration is not None and bool(calibration.finetune),
+        tuned=tuned,
         watcher=options.watcher,
     )
     if options.on_plan:
         options.on_plan(plan)
     if finished:
-        shutil.rmtree(dst / PARTIAL, ignore_errors=True)  # an earlier run was killed while it cleaned up
+        # An earlier run was killed while it cleaned up.
+        shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+        if upload:
+            upload.finish()
         return Result(plan=plan, records={}, seconds=time.monotonic() - started, fresh=0)
     # Before anything is written: not every model can be run block by block.
     if calibrator and not calibrator.measured:
         calibrator.build(source, [line.matrix for line in plan.lines], device)
-    with PackedWriter(dst, [_unit(line) for line in plan.lines], identity) as writer:
+    units = [_unit(line) for line in plan.lines]
+    with PackedWriter(folder, units, identity, upload=upload) as writer:
         keep_ranks(writer, plan)
         with _executor(source, plan, writer, device, options) as executor:
             work = Work(
@@ -169,6 +179,7 @@ def _executor(
 def _finish(work: Work, src: str, identity: Mapping[str, Any]) -> None:
     """All tensors are written: add what stands beside them."""
     source, writer = work.source, work.writer
+    source.check_unchanged()
     config = packed_config(source, work.plan.recipe.name)
     companions = {path.name: path.read_bytes() for path in source.companions()}
     files = {"config.json": as_json(config), **companions}

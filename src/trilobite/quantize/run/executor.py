@@ -3,6 +3,9 @@
 Every byte has its place before the first line is packed, so a worker reads weights and writes tensors by itself, and
 what comes back is a record. This process keeps the journal. A thread waits for each task that workers do, so what
 decides on order, memory and failures (quantize/threads.py) is the same for both.
+
+Where the destination is a URL, workers need not see any file of this machine: tensors come back with their records, and
+this process writes and sends them.
 """
 
 import math
@@ -31,6 +34,8 @@ MOST_TASKS = 1024
 """Threads that wait for tasks at most; there are no more than tasks in work."""
 PORTION = 64 * 2**20
 """Bytes of weights that a worker is asked for at a time, unless one matrix has more: seconds of its time."""
+TENSORS = "tensors"
+"""Key of a record that has come with its tensors."""
 SHARES = 2
 """Of what is left, no worker is asked for more than one part in so many times the workers: they end together."""
 
@@ -86,16 +91,20 @@ class Threads:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all tasks of a run have in common. mark: of the folder that is written    code: that rounds."""
+    """What all tasks of a run have in common. code: that rounds    mark: of the folder that is written
+
+    Without a mark there is no such folder for workers: they give the tensors back.
+    """
 
     source: Source
     recipe: Recipe
-    mark: Mark
+    mark: Mark | None
     code: str
 
     def check(self) -> None:
         """Whether this process can do tasks of the job. Raises DestinationError, DeviceError."""
-        self.mark.check()
+        if self.mark:
+            self.mark.check()
         if (here := rounding_code()) != self.code:
             raise DeviceError(
                 f"{socket.gethostname()}: would round with {here}, and the run began with {self.code}: its bytes could "
@@ -128,7 +137,7 @@ class Workers(Protocol):
         """Tasks that they can do at a time, as things stand."""
 
     def do(self, job: Job, task: Task) -> list[Record]:
-        """Let one of them do a task, another one if it dies, and wait: records with checksums, line by line.
+        """Let one of them do a task, another one if it dies, and wait: records with checksums or tensors, line by line.
 
         Called by threads. Raises what `do_task` raises, and ResourceError where one worker after the other dies.
         """
@@ -177,19 +186,25 @@ class Spread:
         )
         records = self._workers.do(self._job, task)
         for line, record in zip(lines, records, strict=True):
-            self._writer.remember(line.matrix.name, record)
+            if (tensors := record.pop(TENSORS, None)) is None:
+                self._writer.remember(line.matrix.name, record)
+            else:
+                self._writer.write(self._writer.places[line.matrix.name].unit, tensors, record)
         return list(zip(lines, records, strict=True))
 
 
 def do_task(job: Job, task: Task) -> list[Record]:
-    """What a worker does: quantize, write to the places, tell. The bytes are on disk once this returns."""
+    """What a worker does: quantize, write to the places, tell. The bytes are on disk once this returns.
+
+    Without places that it sees: they are in the records.
+    """
     records = []
     with single_threaded_torch():
         for line, place in zip(task.lines, task.places, strict=True):
             started = time.monotonic()
             tensors, record = pack_line(job.source, line, job.recipe, torch.device("cpu"), task.known)
             record["seconds"] = round(time.monotonic() - started, 3)
-            records.append({**record, CHECKSUMS: place.store(tensors)})
+            records.append(record | ({CHECKSUMS: place.store(tensors)} if job.mark else {TENSORS: tensors}))
     return records
 
 

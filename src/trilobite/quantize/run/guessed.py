@@ -33,7 +33,7 @@ class Guessed:
         if not self.measured:
             kind = text_config(source).get("model_type")
             raise RecipeError(
-                f"{source.path}: importance weights follows what writes each column, which is known for "
+                f"{source}: importance weights follows what writes each column, which is known for "
                 f"{', '.join(KNOWN)}, and this is {kind!r}; choose --importance builtin or none"
             )
 

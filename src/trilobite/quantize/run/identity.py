@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import trilobite
-from trilobite.checkpoint.packed import FORMAT_VERSION, PARTIAL, REPORT, PackedWriter
+from trilobite.checkpoint.journal import IDENTITY, PARTIAL
+from trilobite.checkpoint.packed import FORMAT_VERSION, REPORT, PackedWriter
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.errors import CheckpointError, DestinationError
 from trilobite.kernels.cpu import quantize as cpu_quantize
@@ -59,13 +60,13 @@ def _digest(frequency: Mapping[str, Sequence[int]] | None) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def finished_ranks(dst: Path, identity: Mapping[str, Any]) -> dict[str, int]:
-    """The ranks of the finished checkpoint in `dst`.
+def finished_ranks(folder: Path, identity: Mapping[str, Any], dst: str) -> dict[str, int]:
+    """The ranks of the finished checkpoint at `dst`, a folder or URL. folder: of its report
 
     Raises DestinationError unless it is what a run of this identity makes, with all its files.
     """
     try:
-        report = json.loads((dst / REPORT).read_bytes())
+        report = json.loads((folder / REPORT).read_bytes())
         made = dict(report["identity"])
         ranks = {row["name"]: row["rank"] for row in report["tensors"] if "rank" in row}
     except (OSError, ValueError, KeyError, TypeError):
@@ -76,7 +77,7 @@ def finished_ranks(dst: Path, identity: Mapping[str, Any]) -> dict[str, int]:
             f"{dst}: holds a checkpoint that differs in its {' and '.join(differs)}; choose another destination"
         )
     try:
-        open_source(str(dst))
+        open_source(dst, remote=True)
     except CheckpointError as e:
         raise DestinationError(f"{e}, or delete {dst} and run the same command again") from e
     return ranks
@@ -90,7 +91,7 @@ def keep_ranks(writer: PackedWriter, plan: Plan) -> None:
 def kept_ranks(dst: Path, identity: Mapping[str, Any]) -> dict[str, int] | None:
     """The ranks that an interrupted run with this identity found: a kurtosis policy need not read all weights again."""
     try:
-        begun = json.loads((dst / PARTIAL / "identity.json").read_bytes())
+        begun = json.loads((dst / PARTIAL / IDENTITY).read_bytes())
         ranks = json.loads((dst / PARTIAL / RANKS).read_bytes())
     except (OSError, ValueError):
         return None

@@ -9,6 +9,7 @@ from typing import Any
 from trilobite.checkpoint.checksums import CHECKSUMS, of_files
 from trilobite.checkpoint.guard import guarded
 from trilobite.checkpoint.packed import FORMAT_VERSION, report_text
+from trilobite.checkpoint.remote.store import is_url
 from trilobite.checkpoint.source import Source
 from trilobite.quantize.plan.plan import Plan, describe
 from trilobite.quantize.run.card import base_license
@@ -26,7 +27,13 @@ def packed_config(source: Source, recipe: str) -> dict[str, Any]:
 
 
 def source_name(src: str, folder: Path) -> str:
-    """How reports call an original: its hub id, of folders too that lie in the hub's cache; else the folder's name."""
+    """How reports call an original: its hub id, of folders too that lie in the hub's cache; else the folder's name.
+
+    Of a hub URL, too, it is the hub id, without the revision.
+    """
+    if is_url(src):
+        kind, _, place = src.rstrip("/").partition("://")
+        return "/".join(place.split("@")[0].split("/")[:2]) if kind == "hf" else place.rpartition("/")[2]
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", str(folder))
     if cached:
         return f"{cached[1]}/{cached[2]}"

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ class Options:
 
     jobs: matrices in work at a time (0 = one per usable core)    device: cpu, cuda or auto
     workers: processes that pack in the place of this one's threads
+    scratch: a folder for the unfinished files of a destination by URL, default ~/.cache/trilobite
     """
 
     jobs: int = 0
@@ -32,6 +34,7 @@ class Options:
     on_line: LineDone | None = None
     watcher: Watcher = SILENT
     workers: "Workers | None" = None
+    scratch: Path | None = None
 
     def pick_device(self) -> torch.device:
         """The device; of workers it is the CPU. Raises DeviceError, SettingError."""

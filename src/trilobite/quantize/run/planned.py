@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trilobite.checkpoint.packed import PARTIAL, REPORT
+from trilobite.checkpoint.journal import IDENTITY, PARTIAL
+from trilobite.checkpoint.packed import REPORT
 from trilobite.checkpoint.roles import Matrix, identify, text_config
 from trilobite.checkpoint.source import Source
 from trilobite.quantize.budget.candidates import Question, ask
@@ -19,8 +20,6 @@ from trilobite.quantize.columns.streams import find_streams
 from trilobite.quantize.run.calibrated import Ground, open_calibration
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import Recipe, Rule, recipe_from_dict
-
-IDENTITY = "identity.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,9 +52,7 @@ def measure_sensitivity(
     device = options.pick_device()
     jobs, watcher = options.threads(device), options.watcher
     if text_config(source).get("is_encoder_decoder"):
-        raise CalibrationError(
-            f"{source.path}: sensitivity is measured of decoder-only models; plan without it"
-        )
+        raise CalibrationError(f"{source}: sensitivity is measured of decoder-only models; plan without it")
     matrices = identify(source, keep_unmatched=keep_unmatched)
     unfit = unfit_matrices(source, matrices, keep_unmatched=keep_unmatched)
     importance = "text" if calibration else "builtin"

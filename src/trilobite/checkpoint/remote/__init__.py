@@ -1,0 +1,1 @@
+"""Checkpoints in object stores, by fsspec URL: s3://, gs://, hf://."""
