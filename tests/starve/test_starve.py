@@ -80,6 +80,12 @@ def test_memory_that_ends(starver: Starver, name: str) -> None:
     assert found[0] == ""
 
 
+@pytest.mark.usefixtures("mounts")
+def test_what_says_that_all_is_there_is_written_last(starver: Starver) -> None:
+    for pages in (1, 2):
+        assert starver.run(BY_NAME["eval --save"], Disk(pages * 4096)) in ("", "enough"), pages
+
+
 def test_no_more_threads(starver: Starver) -> None:
     assert starver.run(BY_NAME["milo-s1"], Threads()) == ""
 

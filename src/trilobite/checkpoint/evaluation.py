@@ -45,12 +45,16 @@ def save_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
 
     found: plain data; numbers that are not finite become null    Raises as `read_evaluations` does, and DestinationError
     """
-    check_destination(folder)
-    entry = _finite(dict(found))
-    others = [old for old in read_evaluations(folder) if _what(old) != _what(entry)]
-    document = {"kind": KIND, "version": VERSION, "measured": [*others, entry]}
+    document = {"kind": KIND, "version": VERSION, "measured": with_evaluation(folder, found)}
     with explained(folder):
         write_whole(folder / EVALUATION, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+
+
+def with_evaluation(folder: Path, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The measurements beside a checkpoint and a new one, in place of an older one of the same; raises likewise."""
+    check_destination(folder)
+    entry = _finite(dict(found))
+    return [*(old for old in read_evaluations(folder) if _what(old) != _what(entry)), entry]
 
 
 class Fact(NamedTuple):

@@ -149,7 +149,7 @@ def evaluate(
 def _keep(folder: Path, found: dict[str, Any], how: dict[str, Any]) -> None:
     """Beside the model, by the names of files without their folders; in its card, where no person changed that."""
     from trilobite import __version__
-    from trilobite.checkpoint.evaluation import EVALUATION, read_evaluations, save_evaluation
+    from trilobite.checkpoint.evaluation import EVALUATION, save_evaluation, with_evaluation
     from trilobite.checkpoint.packed import read_report
     from trilobite.checkpoint.source import open_source
     from trilobite.checkpoint.summary import is_packed
@@ -161,12 +161,13 @@ def _keep(folder: Path, found: dict[str, Any], how: dict[str, Any]) -> None:
         entry["text"] = Path(entry["text"]).name
     if reference := entry.get("reference"):
         entry["reference"] = source_name(reference, Path(reference))
-    save_evaluation(folder, entry | {"trilobite": __version__})
-    note(f"kept in {folder / EVALUATION}")
+    entry["trilobite"] = __version__
     if is_packed(folder):
-        config = open_source(str(folder)).config
-        if not update_card(folder, read_report(folder), config, read_evaluations(folder)):
+        config, measured = open_source(str(folder)).config, with_evaluation(folder, entry)
+        if not update_card(folder, read_report(folder), config, measured):
             note(f"{folder / CARD} is not as trilobite wrote it, and stays as it is")
+    save_evaluation(folder, entry)  # last: it says that all of it is there
+    note(f"kept in {folder / EVALUATION}")
 
 
 def _print_found(found: dict[str, Any], json: bool) -> None:
