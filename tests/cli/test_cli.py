@@ -454,6 +454,7 @@ def test_eval_with_reference(run: Run, original: Path, packed: Path, text: Path)
     [
         (("--reference", "x", "--tasks", "piqa"), "--reference goes with --text"),
         (("--text", "x", "--data", "x"), "--data goes with --tasks"),
+        (("--tasks", "piqa", "--rows"), "--rows goes with --text"),
         (("--text", "x", "--limit", 2), "--limit goes with --tasks"),
     ],
 )
