@@ -76,7 +76,8 @@ def help_of(module: str) -> set[str]:
 
 
 def options(words: list[str]) -> set[str]:
-    return {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    # Words with spaces were quoted: they are what an option takes.
+    return {word.partition("=")[0] for word in words if re.fullmatch(r"--?[a-z]\S*", word)}
 
 
 @each_page
