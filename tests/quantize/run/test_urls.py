@@ -170,7 +170,7 @@ def interrupted(
 
 @pytest.mark.parametrize(
     ("method", "after", "elsewhere"),
-    [("write", 1, False), ("write", 25, False), ("put", 0, False), ("put", 4, True), ("put", 14, True)],
+    [("write", 25, False), ("put", 0, False), ("put", 14, True)],
 )
 def test_a_killed_run_goes_on(
     store: ObjectStore,
