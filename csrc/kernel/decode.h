@@ -67,21 +67,21 @@ template <int BITS> static inline void decode(const uint8_t *p, int planes, Isa:
   }
 }
 
-// Four of these steps: columns 0 .. 15 of the block or, with `half` 1, 16 .. 31. Planes of one half lie next to each
+// Four of these steps: columns 0 .. 15 of the block or, with HALF_BLOCK 1, 16 .. 31. Planes of one half lie next to each
 // other, except those of 3 bits and lattices.
-template <int BITS> static inline void decode_half(const uint8_t *p, int planes, int half, Isa::Bytes c[4]) {
+template <int BITS, int HALF_BLOCK> static inline void decode_half(const uint8_t *p, int planes, Isa::Bytes c[4]) {
   if constexpr (BITS >= SUPER) {
-    decode_half<BITS - SUPER>(p, planes, half, c);
+    decode_half<BITS - SUPER, HALF_BLOCK>(p, planes, c);
   } else if (BITS == 8) {
-    for (int i = 0; i < 4; i++) c[i] = Isa::load(p + 64 * (4 * half + i));
+    for (int i = 0; i < 4; i++) c[i] = Isa::load(p + 64 * (4 * HALF_BLOCK + i));
   } else if (BITS == 4) {
     for (int i = 0; i < 2; i++) {
-      const Isa::Bytes v = Isa::load(p + 64 * (2 * half + i));
+      const Isa::Bytes v = Isa::load(p + 64 * (2 * HALF_BLOCK + i));
       c[2 * i] = Isa::field<0, 4>(v);
       c[2 * i + 1] = Isa::field<4, 4>(v);
     }
   } else if (BITS == 2) {
-    const Isa::Bytes v = Isa::load(p + 64 * half);
+    const Isa::Bytes v = Isa::load(p + 64 * HALF_BLOCK);
     c[0] = Isa::field<0, 2>(v);
     c[1] = Isa::field<2, 2>(v);
     c[2] = Isa::field<4, 2>(v);
@@ -89,7 +89,7 @@ template <int BITS> static inline void decode_half(const uint8_t *p, int planes,
   } else {
     Isa::Bytes all[8];
     decode<BITS>(p, planes, all);
-    for (int i = 0; i < 4; i++) c[i] = all[4 * half + i];
+    for (int i = 0; i < 4; i++) c[i] = all[4 * HALF_BLOCK + i];
   }
 }
 

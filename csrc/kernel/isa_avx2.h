@@ -4,10 +4,14 @@
 struct Isa {
   static constexpr int TOKENS_AT_ONCE = 2;
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
-  static constexpr int MANY = 3, BANDS_AT_ONCE = 1, SUMS = 6;
+  static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__
+  static constexpr int MANY = 3;
+  static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr Form FORM = Form::BYTES;
 #else
+  static constexpr int MANY = 4;
+  static constexpr int STEPS = 4;
   static constexpr Form FORM = Form::SINGLES;
 #endif
   struct Bytes { __m256i a, b; };
@@ -66,6 +70,24 @@ struct Isa {
     return _mm256_set1_epi32(four);
   }
   static __m256i quad_once(const int8_t *x) { return quad(x); }
+#ifdef __AVXVNNI__
+  static constexpr bool SHORT_SUMS = false;
+#else
+  // Codes of up to 4 bits: 8 sums of two products, of at most 2 * 15 * 128, fit int16.
+  static constexpr bool SHORT_SUMS = true;
+  template <int STEPS> static Ints dots(Ints acc, const Bytes c[STEPS], const int8_t *x) {
+    __m256i v = quad(x);
+    Ints s{_mm256_maddubs_epi16(c[0].a, v), _mm256_maddubs_epi16(c[0].b, v)};
+    UNROLL for (int i = 1; i < STEPS; i++) {
+      v = quad(x + 4 * i);
+      s.a = _mm256_add_epi16(s.a, _mm256_maddubs_epi16(c[i].a, v));
+      s.b = _mm256_add_epi16(s.b, _mm256_maddubs_epi16(c[i].b, v));
+    }
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(s.a, ones)),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(s.b, ones))};
+  }
+#endif
   // acc[row] += sum of 4 codes of the row times 4 digits.
   template <int BITS> static Ints dot(Ints acc, Bytes c, __m256i v) {
     return {dot1<BITS>(acc.a, c.a, v), dot1<BITS>(acc.b, c.b, v)};

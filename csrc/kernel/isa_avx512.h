@@ -2,6 +2,7 @@
 #define UNROLL _Pragma("GCC unroll 8")
 #define UNROLL16 _Pragma("GCC unroll 16")
 struct Isa {
+  static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 4;
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 4, SUMS = 24;
@@ -12,7 +13,7 @@ struct Isa {
   static constexpr int MANY = 6;
   static constexpr Form FORM = Form::BYTES;
 #else
-  static constexpr int MANY = 4;
+  static constexpr int MANY = 7;
   static constexpr Form FORM = Form::SINGLES;
 #endif
   using Bytes = __m512i;
@@ -63,6 +64,7 @@ struct Isa {
     return _mm512_set1_epi32(four);
   }
 #ifdef __AVX512VNNI__
+  static constexpr bool SHORT_SUMS = false;
   // For one use: the instruction reads them from memory, which saves a register.
   struct Near { const int8_t *x; };
   static Near quad_once(const int8_t *x) { return {x}; }
@@ -73,6 +75,13 @@ struct Isa {
   static Ints dot_counts(Ints acc, Bytes c, Near v) { return dot<8>(acc, c, v); }
 #else
   static Bytes quad_once(const int8_t *x) { return quad(x); }
+  // Codes of up to 4 bits: 8 sums of two products, of at most 2 * 15 * 128, fit int16.
+  static constexpr bool SHORT_SUMS = true;
+  template <int STEPS> static Ints dots(Ints acc, const Bytes c[STEPS], const int8_t *x) {
+    __m512i s = _mm512_maddubs_epi16(c[0], quad(x));
+    UNROLL for (int i = 1; i < STEPS; i++) s = _mm512_add_epi16(s, _mm512_maddubs_epi16(c[i], quad(x + 4 * i)));
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(s, _mm512_set1_epi16(1)));
+  }
 #endif
   // acc[row] += sum of 4 codes of the row times 4 digits.
   template <int BITS> static Ints dot(Ints acc, Bytes c, Bytes v) {

@@ -1,6 +1,7 @@
 // ARM: NEON with the dot product instructions (ARMv8.2). A register of the layout is four of 128 bits.
 #define UNROLL _Pragma("GCC unroll 8")
 struct Isa {
+  static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 2;
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int MANY = 3, BANDS_AT_ONCE = 1, SUMS = 6;
@@ -72,6 +73,7 @@ struct Isa {
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
   }
   static int8x16_t quad_once(const int8_t *x) { return quad(x); }
+  static constexpr bool SHORT_SUMS = false;
   // acc[row] += sum of 4 codes of the row times 4 digits.
   template <int BITS> static Ints dot(const Ints &acc, const Bytes &c, int8x16_t v) {
     return each<Ints>([&](int i) {

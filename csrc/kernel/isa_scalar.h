@@ -1,6 +1,7 @@
 // Portable vectors: 64 code bytes, 16 int32, 16 fp32. Plain loops, which compilers turn into whatever the machine has.
 #define UNROLL
 struct Isa {
+  static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 1;
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int MANY = 3, BANDS_AT_ONCE = 1, SUMS = 3;
@@ -65,6 +66,7 @@ struct Isa {
   // Four digits.
   static const int8_t *quad(const int8_t *x) { return x; }
   static const int8_t *quad_once(const int8_t *x) { return quad(x); }
+  static constexpr bool SHORT_SUMS = false;
   // acc[row] += sum of 4 codes of the row times 4 digits.
   template <int BITS> static Ints dot(Ints acc, const Bytes &c, const int8_t *x) {
     for (int i = 0; i < ROWS; i++)

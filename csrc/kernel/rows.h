@@ -14,11 +14,29 @@ template <int D> static inline Isa::Floats combine(const Isa::Ints a[D]) {
   return Isa::fma(high, Isa::set1(256.0f), Isa::to_float(a[0]));
 }
 
+// Sums of WIDE bands += codes of STEPS steps times the digits of NT tokens. V: not every Isa has short sums.
+template <int BITS, int D, int NT, int WIDE, int STEPS, typename V = Isa>
+static inline void multiply_steps(Isa::Ints a[WIDE][NT][D], const Isa::Bytes c[WIDE][STEPS], const int8_t *q,
+                                  int64_t digit, int seg) {
+  if constexpr (Isa::SHORT_SUMS && code_bits(BITS) < 8) {
+    UNROLL for (int w = 0; w < WIDE; w++) UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
+        a[w][t][d] = V::template dots<STEPS>(a[w][t][d], c[w], q + d * digit + t * seg);
+  } else {
+    UNROLL for (int step = 0; step < STEPS; step++) UNROLL for (int w = 0; w < WIDE; w++)
+        UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) {
+      const auto four = Isa::quad_once(q + d * digit + t * seg + 4 * step);
+      if constexpr (BITS >= SUPER) a[w][t][d] = Isa::dot_counts(a[w][t][d], c[w][step], four);
+      else a[w][t][d] = Isa::dot<code_bits(BITS)>(a[w][t][d], c[w][step], four);
+    }
+  }
+}
+
 // NB bands at a time share what is loaded of the activations; each is a stream of its own. STEPS of four columns are
-// decoded at a time: a block, or half of one, where segments are as short.
+// decoded at a time: a block, or half of one, where segments are as short or registers few.
 template <int BITS, int D, int NT, int NB, int STEPS>
 static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int block, int first, float *out, int64_t ld) {
   constexpr int FAR = PREFETCH / NB;
+  constexpr int WIDE = D > 1 || NB % 2 ? 1 : 2;  // bands whose codes are in registers together: more independent sums
   const int rows = x.rows(block), seg = x.seg, per_group = m.group / seg;
   const int64_t digit = (int64_t)rows * seg, stride = m.groups * m.tile_bytes;
   const int8_t *q = x.q_block(block) + (int64_t)first * seg;
@@ -45,23 +63,21 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
         for (int t = 0; t < NT; t++)
           for (int d = 0; d < D; d++) a[n][t][d] = Isa::zero();
       for (int b = 0; b < seg; b += 4 * STEPS) {
-        UNROLL for (int n = 0; n < NB; n++) {
-          for (int i = 0; i < planes<BITS>(m); i++) __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, 3);
-          Isa::Bytes c[STEPS];
-          if constexpr (STEPS == 8) decode<BITS>(codes + n * stride, planes<BITS>(m), c);
-          else decode_half<BITS>(codes + n * stride, planes<BITS>(m), s & 1, c);
-          if constexpr (has_sub(BITS)) scale_codes<STEPS>(sub[n], m.sub, s * seg + b, c);
-          UNROLL for (int step = 0; step < STEPS; step++) {
-            UNROLL for (int t = 0; t < NT; t++) {
-              UNROLL for (int d = 0; d < D; d++) {
-                const int8_t *four = q + d * digit + t * seg + b + 4 * step;
-                if constexpr (BITS >= SUPER) a[n][t][d] = Isa::dot_counts(a[n][t][d], c[step], Isa::quad_once(four));
-                else a[n][t][d] = Isa::dot<code_bits(BITS)>(a[n][t][d], c[step], Isa::quad_once(four));
-              }
-            }
+        const int half = STEPS == 8 ? 0 : (s * seg + b) / HALF & 1;
+        UNROLL for (int n = 0; n < NB; n += WIDE) {
+          Isa::Bytes c[WIDE][STEPS];
+          UNROLL for (int w = 0; w < WIDE; w++) {
+            const uint8_t *p = codes + (n + w) * stride;
+            if (half == 0)
+              for (int i = 0; i < planes<BITS>(m); i++) __builtin_prefetch(p + ahead + 64 * i, 0, 3);
+            if constexpr (STEPS == 8) decode<BITS>(p, planes<BITS>(m), c[w]);
+            else if (half == 0) decode_half<BITS, 0>(p, planes<BITS>(m), c[w]);
+            else decode_half<BITS, 1>(p, planes<BITS>(m), c[w]);
+            if constexpr (has_sub(BITS)) scale_codes<STEPS>(sub[n + w], m.sub, s * seg + b, c[w]);
           }
+          multiply_steps<BITS, D, NT, WIDE, STEPS>(a + n, c, q + b, digit, seg);
         }
-        if (STEPS == 8 || (s & 1)) codes += planes<BITS>(m) * 64;
+        if (STEPS == 8 || half) codes += planes<BITS>(m) * 64;
       }
       for (int n = 0; n < NB; n++)
         for (int t = 0; t < NT; t++) {
@@ -82,6 +98,8 @@ static void band_few(const Matrix &m, int64_t band, const Digits &x, float *out,
     int t = 0;
     if constexpr (Isa::TOKENS_AT_ONCE >= 4)
       for (; t + 4 <= n; t += 4) band_tokens<BITS, D, 4, 1, STEPS>(m, band, x, block, t, o + t * ld, ld);
+    if constexpr (Isa::TOKENS_AT_ONCE >= 4)
+      if (t + 3 <= n) band_tokens<BITS, D, 3, 1, STEPS>(m, band, x, block, t, o + t * ld, ld), t += 3;
     if constexpr (Isa::TOKENS_AT_ONCE >= 2)
       for (; t + 2 <= n; t += 2) band_tokens<BITS, D, 2, 1, STEPS>(m, band, x, block, t, o + t * ld, ld);
     for (; t < n; t++) band_tokens<BITS, D, 1, 1, STEPS>(m, band, x, block, t, o + t * ld, ld);
@@ -117,9 +135,9 @@ static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, 
     if (x.digits == 1) bands_bits<1, 4>(m, band, bands, x, out, ld);
     else bands_bits<3, 4>(m, band, bands, x, out, ld);
   } else if (x.digits == 1) {
-    bands_bits<1, 8>(m, band, bands, x, out, ld);
+    bands_bits<1, Isa::STEPS>(m, band, bands, x, out, ld);
   } else {
-    bands_bits<3, 8>(m, band, bands, x, out, ld);
+    bands_bits<3, Isa::STEPS>(m, band, bands, x, out, ld);
   }
 }
 
