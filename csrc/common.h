@@ -137,6 +137,9 @@ struct Tier {
 struct LatticeTables {
   uint32_t pattern[256], sign[256], e8[256];
   uint32_t high[16];  // sign[low + 16 * i] = sign[low] ^ high[i] for low < 16
+  // Byte by byte: those of pattern ^ sign[0] and of e8; sign ^ sign[0], which is linear over GF(2), as bits of a matrix.
+  alignas(64) uint8_t pattern_bytes[4][256], e8_bytes[4][256];
+  uint64_t flips[4];
   LatticeTables();
 };
 extern const LatticeTables LATTICE;

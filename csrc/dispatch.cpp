@@ -82,7 +82,7 @@ int choices(Choice *out) {
                             {"avx512vl", bit(c.ebx7, 31)},
                             {"512-bit registers saved by the system", c.saves(0xe6)}};
   const Feature vnni[] = {{"avx512_vnni", bit(c.ecx7, 11)}};
-  const Feature gfni[] = {{"gfni", bit(c.ecx7, 8)}};
+  const Feature gfni[] = {{"gfni", bit(c.ecx7, 8)}, {"avx512_vbmi", bit(c.ecx7, 1)}};
   const Feature bf16[] = {{"avx512_bf16", bit(c.eax7, 5)}};
   const bool tiles = bit(c.edx7, 24) && bit(c.edx7, 25) && c.saves(0x60000);
   const Feature amx[] = {{"amx_tile", bit(c.edx7, 24)},

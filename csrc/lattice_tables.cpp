@@ -71,6 +71,15 @@ void fill_signs(uint32_t *table) {
   }
 }
 
+// Byte `byte` of sign[low] ^ sign[0] as GF2P8AFFINEQB wants it: byte 7 - i picks of `low` what makes up bit i.
+uint64_t flip_matrix(const uint32_t *sign, int byte) {
+  uint64_t matrix = 0;
+  for (int i = 0; i < 8; i++)
+    for (int j = 0; j < 8; j++)
+      matrix |= (uint64_t)((sign[1 << j] ^ sign[0]) >> (8 * byte + i) & 1) << (8 * (7 - i) + j);
+  return matrix;
+}
+
 // Codes are twice the lane plus 4.
 void fill_e8(uint32_t *table) {
   Point points[256] = {};
@@ -101,6 +110,13 @@ LatticeTables::LatticeTables() {
   fill_signs(sign);
   for (int i = 0; i < 16; i++) high[i] = sign[16 * i] ^ sign[0];
   fill_e8(e8);
+  for (int b = 0; b < 4; b++) {
+    for (int i = 0; i < 256; i++) {
+      pattern_bytes[b][i] = (uint8_t)((pattern[i] ^ sign[0]) >> 8 * b);
+      e8_bytes[b][i] = (uint8_t)(e8[i] >> 8 * b);
+    }
+    flips[b] = flip_matrix(sign, b);
+  }
 }
 
 const LatticeTables LATTICE;

@@ -11,6 +11,7 @@ namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/convert.h"
 #include "kernel/spread.h"
 #include TRILOBITE_ISA
+#include "kernel/lattice.h"
 #include "kernel/decode.h"
 #include "kernel/digits.h"
 #include "kernel/rows.h"

@@ -1,11 +1,12 @@
 """How close does the CPU engine come to what this machine can do?
 
-    python -m benchmarks.speed.cpu [--quick] [--only experts,tokens,lattice,model,step,overhead,int8]
-                             [--markdown docs/performance.md]
+    python -m benchmarks.speed.cpu [--quick] [--only experts,tiers,tokens,lattice,model,step,overhead,int8]
+                             [--markdown docs/performance.md] [--machine NAME]
 
 Every figure stands beside the limit measured in the same moment: the rate at which the same threads read the same
 memory, before and after each run of a kernel. The sets of weights exceed what a core's caches hold (Mixtral's layer:
-0.6 GB). Medians. The last line is JSON.
+0.6 GB). Medians. Tables of another machine stand beside those of the first, between markers that end with its NAME. The
+last line is JSON.
 """
 
 import argparse
@@ -24,12 +25,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from benchmarks.lib.layers import DEEPSEEK, MIXTRAL, make_lattice_layer, make_layer, routing
+from benchmarks.lib.layers import DEEPSEEK, MIXTRAL, fill, make_lattice_layer, make_layer, routing
 from benchmarks.lib.markdown import insert, table
 from benchmarks.lib.script import SHARED, TEXT
 from benchmarks.lib.whole_models import clock_modules, packed_models, step_bytes
 from trilobite.evaluate.perplexity import score, tokenize_file
+from trilobite.formats.affine import packed_shape
 from trilobite.formats.incoherence import draw_signs
+from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings, ExpertsLayer
@@ -142,6 +145,45 @@ def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
             data.append({"case": name, "mode": mode, **vars(r)})
             print("  ".join(rows[-1]), flush=True)
     return table(("one layer, one token", "activations", "ms", "GB/s", "probe GB/s", "share"), rows), data
+
+
+def from_cache(fmt: Format, mode: str) -> float:
+    """GB/s of one core on codes that its second-level cache holds: what arithmetic alone allows."""
+    seconds, sizes = [], []
+    for rows in (128, 640):
+        packed = torch.empty(packed_shape(fmt, rows, 2048), dtype=torch.uint8)
+        fill(packed, fmt)
+        w = PackedWeight(shape=(rows, 2048), packed=packed)
+        call = ops.bind_linear(w, None, CpuSettings(mode, threads=1))
+        x = torch.randn(1, 2048, dtype=torch.bfloat16)
+        seconds.append(_clock(lambda call=call, x=x: call(x), 200) / 1e6)  # type: ignore[misc]
+        sizes.append(packed.nbytes)
+    return (sizes[1] - sizes[0]) / (seconds[1] - seconds[0]) / 1e9
+
+
+def tiers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
+    """One token on every instruction set that this machine has, in turn."""
+    cases = [(MIXTRAL, Format(bits=b, group=64)) for b in (2, 3, 4)] + [(DEEPSEEK, Format(bits=3, group=64))]
+    layers = [(layer, fmt, *make_layer(layer, fmt)) for layer, fmt in cases]
+    rows, data = [], []
+    best = cpu.set_tier(None)
+    for tier in reversed(cpu.TIERS[: cpu.TIERS.index(best) + 1]):
+        if tier == "scalar" or cpu.set_tier(tier) != tier:
+            continue
+        for mode in ("exact", "int8"):
+            cached = from_cache(cases[1][1], mode)
+            found = [measure(layer, e, size, 1, 9 if quick else 25, mode) for layer, _, e, size in layers]
+            cells = (f"{r.gigabytes:.1f} ({r.share:.0%})" for r in found)
+            probe = statistics.median(r.probe for r in found)
+            rows.append((tier, mode, f"{cached:.1f}", *cells, f"{probe:.1f}"))
+            data += [
+                {"tier": tier, "case": f"{layer.name} {fmt}", "mode": mode, "cached": cached, **vars(r)}
+                for (layer, fmt), r in zip(cases, found, strict=True)
+            ]
+            print("  ".join(rows[-1]), flush=True)
+    cpu.set_tier(best)
+    names = [f"{layer.name} {fmt}" for layer, fmt in cases]
+    return table(("tier", "activations", "in cache, a core", *names, "probe GB/s"), rows), data
 
 
 def experts_of_many_tokens(quick: bool) -> tuple[str, list[dict[str, Any]]]:
@@ -292,6 +334,7 @@ def int8_quality(quick: bool) -> tuple[str, list[dict[str, Any]]]:
 PARTS = {
     "int8": int8_quality,
     "experts": experts_of_one_token,
+    "tiers": tiers,
     "tokens": experts_of_many_tokens,
     "lattice": lattice_layers,
     "model": whole_models,
@@ -305,6 +348,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--markdown", type=Path, help="page whose marked tables are replaced")
+    parser.add_argument(
+        "--machine", help="name of another machine, whose tables stand beside the first one's"
+    )
     options = parser.parse_args()
     facts = cpu.info()
     memory = torch.ones(1 << 30, dtype=torch.uint8)
@@ -319,7 +365,7 @@ def main() -> None:
         text, results[name] = PARTS[name](options.quick)
         print(text, flush=True)
         if options.markdown:
-            insert(options.markdown, f"cpu-{name}", text)
+            insert(options.markdown, "-".join(filter(None, ("cpu", name, options.machine))), text)
     print(json.dumps(results))
 
 

@@ -1,26 +1,5 @@
 // Codes and metadata of a tile -> registers (formats/bitpack.py, formats/affine.py).
 
-// The lattice codewords of 16 rows -> 16 rows x 8 codes of 4 bits: the signs and the shift flip bits of the pattern's codes.
-template <int KIND> static inline Isa::Bytes lattice_codes(const uint8_t *p) {
-#ifdef __AVX512F__
-  if (KIND == E8) {
-    const __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-    return _mm512_i32gather_epi32(c, LATTICE.e8, 4);
-  }
-  // What the sign bits flip is linear over GF(2): of either half of their byte there is a table in a register.
-  const __m512i low = _mm512_loadu_si512(LATTICE.sign), high = _mm512_loadu_si512(LATTICE.high);
-  const __m512i c = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
-  const __m512i pattern = _mm512_i32gather_epi32(_mm512_srli_epi32(c, 8), LATTICE.pattern, 4);
-  return _mm512_ternarylogic_epi32(pattern, _mm512_permutexvar_epi32(c, low),
-                                   _mm512_permutexvar_epi32(_mm512_srli_epi32(c, 4), high), 0x96);
-#else
-  alignas(64) uint32_t v[ROWS];
-  for (int r = 0; r < ROWS; r++)
-    v[r] = KIND == E8 ? LATTICE.e8[p[r]] : LATTICE.pattern[p[2 * r + 1]] ^ LATTICE.sign[p[2 * r]];
-  return Isa::load((const uint8_t *)v);
-#endif
-}
-
 // Width of the codes that `decode` leaves; planes of 64 bytes that a block takes in memory.
 constexpr int code_bits(int kind) { return kind >= SUPER ? 8 : kind >= E8P ? 4 : kind; }
 template <int KIND> static inline int planes(const Matrix &m) {
@@ -32,10 +11,11 @@ template <int BITS> static inline void decode(const uint8_t *p, int planes, Isa:
   if constexpr (BITS >= SUPER) {
     decode<BITS - SUPER>(p, planes, c);
   } else if (BITS >= E8P) {
-    for (int i = 0; i < 4; i++, p += 16 * planes) {
-      const Isa::Bytes v = lattice_codes<BITS>(p);
-      c[2 * i] = Isa::field<0, 4>(v);
-      c[2 * i + 1] = Isa::field<4, 4>(v);
+    Isa::Bytes v[4];
+    lattice_words<BITS>(p, 16 * planes, v);
+    for (int i = 0; i < 4; i++) {
+      c[2 * i] = Isa::field<0, 4>(v[i]);
+      c[2 * i + 1] = Isa::field<4, 4>(v[i]);
     }
   } else if (BITS == 8) {
     for (int i = 0; i < 8; i++) c[i] = Isa::load(p + 64 * i);

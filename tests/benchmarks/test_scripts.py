@@ -37,6 +37,7 @@ from benchmarks.quality import (
 )
 from benchmarks.speed import calibrated_cost, offload_gpu
 from benchmarks.speed import compress as speed_of_compress
+from benchmarks.speed import peers as speed_of_peers
 from benchmarks.speed import planned as speed_of_planned
 from benchmarks.speed import serve as speed_of_serving
 from trilobite.evaluate.measure import trace_experts
@@ -333,3 +334,20 @@ def test_speed_of_serving(run: Any, model: Path, tmp_path: Path) -> None:
     (row,) = run(speed_of_serving, copy, "--clients", 2, "--prompt", 8, "--tokens", 3)["copy"]
     assert row["clients"] == 2
     assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["generate"], rel=0.01)
+
+
+def test_peers(run: Any, model: Path, tmp_path: Path) -> None:
+    """Beside a program that prints what llama-bench prints, in two tiers."""
+    bench = tmp_path / "llama-bench"
+    rows = [{"n_prompt": 8, "n_gen": 0, "avg_ts": 64.0}, {"n_prompt": 0, "n_gen": 4, "avg_ts": 16.0}]
+    bench.write_text(f"#!/bin/sh\necho '{json.dumps(rows)}'\n")
+    bench.chmod(0o755)
+    packed_model = tmp_path / "packed"
+    compress(str(model), packed_model, load_recipe("rtn3"))
+    options = ["--llama", f"avx2={bench}", bench, "--prompt", 8, "--tokens", 4, "--rounds", 1]
+    found = run(speed_of_peers, packed_model, "--gguf", "none", *options)["rows"]
+    assert [row["llama.cpp"]["tg"] for row in found] == [16.0, 16.0]
+    assert [row["llama.cpp"]["pp"] for row in found] == [64.0, 64.0]
+    assert found[0]["tier"] in ("avx2", "neon", "scalar")
+    assert found[1]["tier"] == engine.info()["tier"]
+    assert all(row[mode][what] > 0 for row in found for mode in ("exact", "int8") for what in ("tg", "pp"))
