@@ -1,87 +1,66 @@
-// Codes and metadata of a tile -> registers (formats/bitpack.py, formats/affine.py).
+// Codes and metadata of a tile -> registers (formats/bitpack.py,
+// formats/affine.py).
 
-// Width of the codes that `decode` leaves; planes of 64 bytes that a block takes in memory.
+// Width of the codes that `decode` leaves; planes of 64 bytes that a block
+// takes in memory.
 constexpr int code_bits(int kind) { return kind >= SUPER ? 8 : kind >= E8P ? 4 : kind; }
 template <int KIND> static inline int planes(const Matrix &m) {
   return KIND >= SUPER ? KIND - SUPER : KIND >= E8P ? m.bits : KIND;
 }
 
-// One block of 16 rows x 32 columns, of `planes` planes -> eight steps of 16 rows x 4 codes.
-template <int BITS> static inline void decode(const uint8_t *p, int planes, Isa::Bytes c[8]) {
+// Step I of a block of 16 rows x 32 columns: 16 rows x 4 codes.
+template <int BITS, int I>
+static inline Isa::Bytes decode_step(const uint8_t *p) {
+  if constexpr (BITS == 8) {
+    return Isa::load(p + 64 * I);
+  } else if constexpr (BITS == 4) {
+    return Isa::field<4 * (I % 2), 4>(Isa::load(p + 64 * (I / 2)));
+  } else if constexpr (BITS == 2) {
+    return Isa::field<2 * (I % 4), 2>(Isa::load(p + 64 * (I / 4)));
+  } else if constexpr (I < 6) {
+    return Isa::field<3 * (I % 2), 3>(Isa::load(p + 64 * (I / 2)));
+  } else {
+    // A byte has room for two codes of 3 bits; its last two bits, of three
+    // planes, make up the codes of steps 6 and 7.
+    const Isa::Bytes low = Isa::load(p + 64 * (I - 6)), high = Isa::load(p + 128);
+    return Isa::either(Isa::field<6, 2>(low), Isa::field<I, 1, 2>(high));
+  }
+}
+
+// Steps [FROM, FROM + COUNT) of a block of `planes` planes.
+template <int BITS, int FROM, int COUNT>
+static inline void decode_steps(const uint8_t *p, int planes, Isa::Bytes c[COUNT]) {
   if constexpr (BITS >= SUPER) {
-    decode<BITS - SUPER>(p, planes, c);
-  } else if (BITS >= E8P) {
+    decode_steps<BITS - SUPER, FROM, COUNT>(p, planes, c);
+  } else if constexpr (BITS >= E8P) {
     Isa::Bytes v[4];
     lattice_words<BITS>(p, 16 * planes, v);
-    for (int i = 0; i < 4; i++) {
-      c[2 * i] = Isa::field<0, 4>(v[i]);
-      c[2 * i + 1] = Isa::field<4, 4>(v[i]);
-    }
-  } else if (BITS == 8) {
-    for (int i = 0; i < 8; i++) c[i] = Isa::load(p + 64 * i);
-  } else if (BITS == 4) {
-    for (int i = 0; i < 4; i++) {
-      const Isa::Bytes v = Isa::load(p + 64 * i);
-      c[2 * i] = Isa::field<0, 4>(v);
-      c[2 * i + 1] = Isa::field<4, 4>(v);
-    }
-  } else if (BITS == 2) {
-    for (int i = 0; i < 2; i++) {
-      const Isa::Bytes v = Isa::load(p + 64 * i);
-      c[4 * i] = Isa::field<0, 2>(v);
-      c[4 * i + 1] = Isa::field<2, 2>(v);
-      c[4 * i + 2] = Isa::field<4, 2>(v);
-      c[4 * i + 3] = Isa::field<6, 2>(v);
+    for (int i = 0; i < COUNT; i += 2) {
+      c[i] = Isa::field<0, 4>(v[(FROM + i) / 2]);
+      c[i + 1] = Isa::field<4, 4>(v[(FROM + i) / 2]);
     }
   } else {
-    // A byte has room for two codes of 3 bits; its last two bits, of three planes, make up the codes of steps 6 and 7.
-    const Isa::Bytes v0 = Isa::load(p), v1 = Isa::load(p + 64), v2 = Isa::load(p + 128);
-    c[0] = Isa::field<0, 3>(v0);
-    c[1] = Isa::field<3, 3>(v0);
-    c[2] = Isa::field<0, 3>(v1);
-    c[3] = Isa::field<3, 3>(v1);
-    c[4] = Isa::field<0, 3>(v2);
-    c[5] = Isa::field<3, 3>(v2);
-    c[6] = Isa::either(Isa::field<6, 2>(v0), Isa::field<6, 1, 2>(v2));
-    c[7] = Isa::either(Isa::field<6, 2>(v1), Isa::field<7, 1, 2>(v2));
+    c[0] = decode_step<BITS, FROM>(p);
+    if constexpr (COUNT > 1) decode_steps<BITS, FROM + 1, COUNT - 1>(p, planes, c + 1);
   }
 }
 
-// Four of these steps: columns 0 .. 15 of the block or, with HALF_BLOCK 1, 16 .. 31. Planes of one half lie next to each
-// other, except those of 3 bits and lattices.
-template <int BITS, int HALF_BLOCK> static inline void decode_half(const uint8_t *p, int planes, Isa::Bytes c[4]) {
-  if constexpr (BITS >= SUPER) {
-    decode_half<BITS - SUPER, HALF_BLOCK>(p, planes, c);
-  } else if (BITS == 8) {
-    for (int i = 0; i < 4; i++) c[i] = Isa::load(p + 64 * (4 * HALF_BLOCK + i));
-  } else if (BITS == 4) {
-    for (int i = 0; i < 2; i++) {
-      const Isa::Bytes v = Isa::load(p + 64 * (2 * HALF_BLOCK + i));
-      c[2 * i] = Isa::field<0, 4>(v);
-      c[2 * i + 1] = Isa::field<4, 4>(v);
-    }
-  } else if (BITS == 2) {
-    const Isa::Bytes v = Isa::load(p + 64 * HALF_BLOCK);
-    c[0] = Isa::field<0, 2>(v);
-    c[1] = Isa::field<2, 2>(v);
-    c[2] = Isa::field<4, 2>(v);
-    c[3] = Isa::field<6, 2>(v);
-  } else {
-    Isa::Bytes all[8];
-    decode<BITS>(p, planes, all);
-    for (int i = 0; i < 4; i++) c[i] = all[4 * HALF_BLOCK + i];
-  }
+// All eight steps.
+template <int BITS>
+static inline void decode(const uint8_t *p, int planes, Isa::Bytes c[8]) {
+  decode_steps<BITS, 0, 8>(p, planes, c);
 }
 
-// Under super-scales a code counts as scale * code + unit * offset, a byte from which tiers take Isa::COUNT_BIAS
-// (formats/superscale.py).
+// Under super-scales a code counts as scale * code + unit * offset, a byte from
+// which tiers take Isa::COUNT_BIAS (formats/superscale.py).
 constexpr bool has_sub(int kind) { return kind > SUPER && kind < SUPER + 8; }
 constexpr int offset_unit(int kind) { return kind == SUPER + 2 ? 3 : kind == SUPER + 3 ? 6 : 8; }
 
 // Of a tile, in byte j of lane r: group j, row r.
 struct Sub { Isa::Bytes scale, offset; };
 
-template <int KIND> static inline Sub read_sub(const Matrix &m, const uint8_t *meta) {
+template <int KIND>
+static inline Sub read_sub(const Matrix &m, const uint8_t *meta) {
   const Isa::Bytes v = Isa::load_lanes(meta, m.group / m.sub);
   Sub sub{Isa::plus(Isa::mask(v, 15), Isa::bytes(1)), Isa::times(Isa::field<4, 4>(v), Isa::factor(offset_unit(KIND)))};
   if (Isa::COUNT_BIAS) sub.offset = Isa::plus(sub.offset, Isa::bytes((uint8_t)-Isa::COUNT_BIAS));
@@ -89,7 +68,8 @@ template <int KIND> static inline Sub read_sub(const Matrix &m, const uint8_t *m
 }
 
 // Codes of STEPS steps from column `at` of the tile -> what they count.
-template <int STEPS> static inline void scale_codes(const Sub &sub, int group, int at, Isa::Bytes c[STEPS]) {
+template <int STEPS>
+static inline void scale_codes(const Sub &sub, int group, int at, Isa::Bytes c[STEPS]) {
   const int shift = group == HALF ? 4 : 5;
   UNROLL for (int i = 0; i < STEPS; i += 4) {
     const int j = (at + 4 * i) >> shift;
@@ -110,6 +90,12 @@ static inline Isa::Floats second_level(const uint8_t *codes, const uint8_t *pair
   return Isa::fma(Isa::from_u8(codes), Isa::set1(read_float(pair)), Isa::set1(read_float(pair + 4)));
 }
 
+// fp16 scales and offsets: what most files have.
+static inline bool has_plain_scales(const Matrix &m) {
+  return !m.sub && !m.lattice() && !m.wide && !m.double_quant && !m.symmetric;
+}
+static inline Affine read_plain(const uint8_t *meta) { return {Isa::from_half(meta), Isa::from_half(meta + 2 * ROWS)}; }
+
 static inline Affine read_affine(const Matrix &m, const uint8_t *meta, int64_t band, int64_t group) {
   Affine a;
   if (m.sub) {
@@ -122,10 +108,11 @@ static inline Affine read_affine(const Matrix &m, const uint8_t *meta, int64_t b
   if (m.lattice()) return {Isa::set1(m.scale), Isa::set1(m.offset)};
   if (m.wide) return {Isa::load((const float *)meta), Isa::load((const float *)meta + ROWS)};
   if (!m.double_quant) {
+    if (!m.symmetric) return read_plain(meta);
     a.scale = Isa::from_half(meta);
-    if (!m.symmetric) a.offset = Isa::from_half(meta + 2 * ROWS);
   } else {
-    const int per = m.bits >= 4 ? 16 : 8;  // groups that share a pair of the second level (formats/affine.py)
+    const int per = m.bits >= 4 ? 16 : 8;  // groups that share a pair of the
+                                           // second level (formats/affine.py)
     const uint8_t *pair = m.super + (band * m.supers + group / per) * (m.symmetric ? 8 : 16);
     a.scale = second_level(meta, pair);
     if (!m.symmetric) a.offset = second_level(meta + ROWS, pair + 8);
