@@ -20,7 +20,7 @@ from trilobite.recipe import COMPENSATORS, Format, LatticeFormat
 DEEPSEEK = replace(ROUTED, active=8)
 
 
-def fill(part: Tensor, fmt: Format) -> None:
+def _fill(part: Tensor, fmt: Format) -> None:
     """Random codes; scales and offsets of an ordinary weight matrix."""
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
     flat = part.flatten()
@@ -55,7 +55,7 @@ def make_layer(layer: ExpertsShape, fmt: Format, rank: int = 0) -> tuple[Experts
             second = at + sizes[p]
             after = second + supers[p]
             offsets = [at, second if supers[p] else -1, after, after + factors[p][0]]
-            fill(slab[at : at + sizes[p]].view(packed_shape(fmt, n, k)), fmt)
+            _fill(slab[at : at + sizes[p]].view(packed_shape(fmt, n, k)), fmt)
             slab[second:after].view(torch.float16).fill_(0.001)
             at = after
             if rank:

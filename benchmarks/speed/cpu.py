@@ -25,14 +25,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from benchmarks.lib.layers import DEEPSEEK, MIXTRAL, fill, make_lattice_layer, make_layer, routing
+from benchmarks.lib.layers import DEEPSEEK, MIXTRAL, make_lattice_layer, make_layer, routing
 from benchmarks.lib.markdown import insert, table
 from benchmarks.lib.script import SHARED, TEXT
 from benchmarks.lib.whole_models import clock_modules, packed_models, step_bytes
 from trilobite.evaluate.perplexity import score, tokenize_file
-from trilobite.formats.affine import packed_shape
 from trilobite.formats.incoherence import draw_signs
-from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings, ExpertsLayer
@@ -95,14 +93,16 @@ def measure(
     repeats: int,
     mode: str = "exact",
 ) -> Result:
-    """Run the operator on fresh routing each time, with a probe of the same memory before and after."""
+    """Run a bound call, as models do, on fresh routing each time, with a probe of the same memory before and after."""
     times, probes, used = [], [], []
+    call = ops.bind_experts(experts, CpuSettings(mode))
+    assert call is not None
     probe = cpu.measure_read_bandwidth(experts.slab, 1)
     for _ in range(repeats):
         index, weights = routing(layer, tokens)
         x = torch.randn(tokens, layer.hidden, dtype=torch.bfloat16)
         start = time.perf_counter()
-        ops.experts(x, index, weights, experts, CpuSettings(mode))
+        call(x, index, weights)
         times.append(time.perf_counter() - start)
         used.append(per_expert * len(index.unique()))
         after = cpu.measure_read_bandwidth(experts.slab, 1)
@@ -147,20 +147,6 @@ def experts_of_one_token(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     return table(("one layer, one token", "activations", "ms", "GB/s", "probe GB/s", "share"), rows), data
 
 
-def from_cache(fmt: Format, mode: str) -> float:
-    """GB/s of one core on codes that its second-level cache holds: what arithmetic alone allows."""
-    seconds, sizes = [], []
-    for rows in (128, 640):
-        packed = torch.empty(packed_shape(fmt, rows, 2048), dtype=torch.uint8)
-        fill(packed, fmt)
-        w = PackedWeight(shape=(rows, 2048), packed=packed)
-        call = ops.bind_linear(w, None, CpuSettings(mode, threads=1))
-        x = torch.randn(1, 2048, dtype=torch.bfloat16)
-        seconds.append(_clock(lambda call=call, x=x: call(x), 200) / 1e6)  # type: ignore[misc]
-        sizes.append(packed.nbytes)
-    return (sizes[1] - sizes[0]) / (seconds[1] - seconds[0]) / 1e9
-
-
 def tiers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """One token on every instruction set that this machine has, in turn."""
     cases = [(MIXTRAL, Format(bits=b, group=64)) for b in (2, 3, 4)] + [(DEEPSEEK, Format(bits=3, group=64))]
@@ -171,19 +157,18 @@ def tiers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
         if tier == "scalar" or cpu.set_tier(tier) != tier:
             continue
         for mode in ("exact", "int8"):
-            cached = from_cache(cases[1][1], mode)
             found = [measure(layer, e, size, 1, 9 if quick else 25, mode) for layer, _, e, size in layers]
             cells = (f"{r.gigabytes:.1f} ({r.share:.0%})" for r in found)
             probe = statistics.median(r.probe for r in found)
-            rows.append((tier, mode, f"{cached:.1f}", *cells, f"{probe:.1f}"))
+            rows.append((tier, mode, *cells, f"{probe:.1f}"))
             data += [
-                {"tier": tier, "case": f"{layer.name} {fmt}", "mode": mode, "cached": cached, **vars(r)}
+                {"tier": tier, "case": f"{layer.name} {fmt}", "mode": mode, **vars(r)}
                 for (layer, fmt), r in zip(cases, found, strict=True)
             ]
             print("  ".join(rows[-1]), flush=True)
     cpu.set_tier(best)
     names = [f"{layer.name} {fmt}" for layer, fmt in cases]
-    return table(("tier", "activations", "in cache, a core", *names, "probe GB/s"), rows), data
+    return table(("tier", "activations", *names, "probe GB/s"), rows), data
 
 
 def experts_of_many_tokens(quick: bool) -> tuple[str, list[dict[str, Any]]]:
