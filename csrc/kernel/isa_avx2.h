@@ -3,6 +3,7 @@
 #define UNROLL _Pragma("GCC unroll 8")
 struct Isa {
   static constexpr int TOKENS_AT_ONCE = 2;
+  static constexpr int STREAMS = 1;  // bands that one token reads at a time
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__

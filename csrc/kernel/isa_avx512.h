@@ -4,6 +4,12 @@
 struct Isa {
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 4;
+  // Bands that one token reads at a time, each a stream of its own: Zen 4 and 5 want fewer than others.
+#if defined(__AVX512BF16__) && !defined(__AMX_INT8__)
+  static constexpr int STREAMS = 2;
+#else
+  static constexpr int STREAMS = 4;
+#endif
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 4, SUMS = 24;
 #if defined(__AVX512BF16__)

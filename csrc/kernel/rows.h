@@ -142,10 +142,11 @@ static void band_few(const Matrix &m, int64_t band, const Digits &x, float *out,
 
 template <int BITS, int D, int STEPS>
 static void bands_few(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  constexpr int NB = Isa::STREAMS;
   int b = 0;
-  if constexpr (Isa::TOKENS_AT_ONCE >= 4)
+  if constexpr (NB > 1)
     if (x.count == 1)
-      for (; b + 4 <= bands; b += 4) band_tokens<BITS, D, 1, 4, STEPS>(m, band + b, x, 0, 0, out + b * ROWS, ld);
+      for (; b + NB <= bands; b += NB) band_tokens<BITS, D, 1, NB, STEPS>(m, band + b, x, 0, 0, out + b * ROWS, ld);
   for (; b < bands; b++) band_few<BITS, D, STEPS>(m, band + b, x, out + b * ROWS, ld);
 }
 
