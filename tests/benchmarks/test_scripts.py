@@ -336,7 +336,7 @@ def test_speed_of_serving(run: Any, model: Path, tmp_path: Path) -> None:
     assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["generate"], rel=0.01)
 
 
-def test_peers(run: Any, model: Path, tmp_path: Path) -> None:
+def test_speed_of_peers(run: Any, model: Path, tmp_path: Path) -> None:
     """Beside a program that prints what llama-bench prints, in two tiers."""
     bench = tmp_path / "llama-bench"
     rows = [{"n_prompt": 8, "n_gen": 0, "avg_ts": 64.0}, {"n_prompt": 0, "n_gen": 4, "avg_ts": 16.0}]
