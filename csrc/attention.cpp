@@ -1,4 +1,5 @@
-// Attention of the newest token of each of some texts: heads of texts are shared out to threads.
+// Attention of the newest token of each of some texts. Rows are cut into chunks of one length, whose results are joined in
+// order: threads share chunks, and heads where those are few, and neither changes a bit of the result.
 #include "engine.h"
 #include "dispatch.h"
 #include "matrix.h"
@@ -8,23 +9,20 @@ namespace trilobite {
 
 namespace {
 
-// Numbers that `attend` wants for so many heads of k.
-int64_t attention_scratch(const trilobite_attention_args &a, int64_t count, int64_t length) {
-  return count * (a.heads / a.kv_heads) * (2 * a.width + length + 4 + 1);
-}
+constexpr int64_t CHUNK = 256;  // rows
 
-// The longest text; 0 after leaving a message.
-int64_t longest(const trilobite_attention_args &a) {
-  int64_t most = 0;
+// Chunks of all texts; 0 after leaving a message.
+int64_t count_chunks(const trilobite_attention_args &a) {
+  int64_t chunks = 0;
   for (int64_t t = 0; t < a.texts; t++) {
     const int64_t length = a.starts[t + 1] - a.starts[t];
     if (length < 1) return fail("attention: text %lld has no rows", (long long)t), 0;
-    most = length > most ? length : most;
+    chunks += ceil_div(length, CHUNK);
   }
   for (int64_t i = a.starts[0]; i < a.starts[a.texts]; i++)
     if (a.rows[i] < 0 || a.rows[i] >= a.limit)
       return fail("attention: row %lld of %lld", (long long)a.rows[i], (long long)a.limit), 0;
-  return most;
+  return chunks;
 }
 
 }  // namespace
@@ -34,18 +32,39 @@ bool attention(const trilobite_attention_args &a) {
     return fail("attention: %lld heads of %lld values on %lld", (long long)a.heads, (long long)a.width,
                 (long long)a.kv_heads);
   if (a.texts == 0) return true;
-  const int64_t most = longest(a);
-  if (most == 0) return false;
+  const int64_t chunks = count_chunks(a);
+  if (chunks == 0) return false;
+  Workspace &ws = call_workspace();
+  float *top = ws.get<float>(chunks * a.heads), *total = ws.get<float>(chunks * a.heads);
+  float *sums = ws.get<float>(chunks * a.heads * a.width);
+  int64_t *text_of = ws.get<int64_t>(chunks), *first = ws.get<int64_t>(a.texts + 1);
+  first[0] = 0;
+  for (int64_t t = 0; t < a.texts; t++) {
+    first[t + 1] = first[t] + ceil_div(a.starts[t + 1] - a.starts[t], CHUNK);
+    for (int64_t c = first[t]; c < first[t + 1]; c++) text_of[c] = t;
+  }
   const int64_t work = (a.starts[a.texts] - a.starts[0]) * a.kv_heads * a.width * 4;
   const int threads = work < SMALL ? 1 : (int)a.threads;
-  // Whole rows where there are texts enough, since heads of a row lie side by side.
-  const int64_t parts = ceil_div(4 * threads, a.texts), count = ceil_div(a.kv_heads, threads == 1 ? 1 : parts);
-  const int64_t per_text = ceil_div(a.kv_heads, count);
+  // Whole rows where there are chunks enough, since heads of a row lie side by side.
+  const int64_t heads = ceil_div(a.kv_heads, threads == 1 ? 1 : ceil_div(4 * threads, chunks));
+  const int64_t parts = ceil_div(a.kv_heads, heads), shared = a.heads / a.kv_heads;
+  const auto part = [&](int64_t chunk, int64_t head, int64_t count) {
+    const int64_t text = text_of[chunk], row = a.starts[text] + (chunk - first[text]) * CHUNK;
+    const int64_t rest = a.starts[text + 1] - row, at = chunk * a.heads + head * shared;
+    return AttentionPart{text, row, rest < CHUNK ? rest : CHUNK, head, count, top + at, total + at, sums + at * a.width};
+  };
   run_team(threads, [&](Team &team, int thread) {
-    float *scratch = worker_workspace().get<float>(attention_scratch(a, count, most));
-    team.share(thread, 0, a.texts * per_text, [&](int64_t task) {
-      const int64_t first = task % per_text * count, rest = a.kv_heads - first;
-      tier().attend(a, task / per_text, first, rest < count ? rest : count, scratch);
+    float *scratch = worker_workspace().get<float>(heads * shared * (a.width + CHUNK) + a.width);
+    team.share(thread, 0, chunks * parts, [&](int64_t task) {
+      const int64_t head = task % parts * heads, rest = a.kv_heads - head;
+      tier().attend(a, part(task / parts, head, rest < heads ? rest : heads), scratch);
+    });
+    team.share(thread, 1, a.texts, [&](int64_t text) {
+      for (int64_t h = 0; h < a.heads; h++) {
+        AttentionPart p = part(first[text], 0, a.kv_heads);
+        p.top += h, p.total += h, p.sums += h * a.width;
+        tier().attend_join(a, text, h, p, first[text + 1] - first[text], scratch);
+      }
     });
   });
   return true;

@@ -98,6 +98,13 @@ struct Digits {
   }
 };
 
+// Rows [row, row + length) of the list of rows, for `heads` heads of k from `head`, and what comes out for each head of q
+// that they serve: the largest score, the sum of the weights relative to it, the weighted values.
+struct AttentionPart {
+  int64_t text, row, length, head, heads;
+  float *top, *total, *sums;
+};
+
 // One implementation of everything that touches many elements. All accumulate in fp32.
 struct Tier {
   const char *name;
@@ -118,8 +125,10 @@ struct Tier {
   void (*low_rank_u)(const Matrix &m, int64_t row, const float *z, int64_t ldz, int count, float *out, int64_t ld);
   // gate = act(gate) * up, or act(gate) when up is NULL; numbers: of forms that have some.
   void (*activate)(int activation, const float *numbers, float *gate, const float *up, int64_t count);
-  // Heads [first, first + count) of k for one text; scratch: what attention.cpp gives it.
-  void (*attend)(const trilobite_attention_args &a, int64_t text, int64_t first, int64_t count, float *scratch);
+  // Some rows of a text; the scratch is what attention.cpp gives. Then head by head: all parts of one, `out` is [width].
+  void (*attend)(const trilobite_attention_args &a, const AttentionPart &p, float *scratch);
+  void (*attend_join)(const trilobite_attention_args &a, int64_t text, int64_t head, const AttentionPart &p,
+                      int64_t count, float *out);
   // fp32 -> dtype.
   void (*store)(const float *x, int64_t count, void *y, int dtype);
   // For probes: read bytes with wide loads and prefetch; do `rounds` independent products of the kind that a mode uses

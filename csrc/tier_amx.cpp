@@ -28,8 +28,7 @@ constexpr auto rows_tier = rows_amx;
 }  // namespace
 
 extern const Tier tier_amx;
-const Tier tier_amx = {"amx",        sizeof(Panel) + 64, parts_amx,  quantize_block, quantize_columns,
-                       rows_amx,     low_rank_v,         low_rank_u, activate,       attend,
-                       store_floats, read_bytes,         spin_tiles, rotate,         quantize_tile,
-                       quantize_span};
+const Tier tier_amx = {"amx",      sizeof(Panel) + 64, parts_amx, quantize_block, quantize_columns, rows_amx,
+                       low_rank_v, low_rank_u,         activate,  attend,         attend_join,      store_floats,
+                       read_bytes, spin_tiles,         rotate,    quantize_tile,  quantize_span};
 }  // namespace trilobite

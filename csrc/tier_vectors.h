@@ -28,8 +28,8 @@ constexpr auto rows_tier = rows_vectors;
 }  // namespace
 
 extern const Tier TRILOBITE_TIER;
-const Tier TRILOBITE_TIER = {TRILOBITE_TIER_NAME, 0,          parts_vectors, quantize_block, quantize_columns,
-                             rows_vectors,        low_rank_v, low_rank_u,    activate,       attend,
-                             store_floats,        read_bytes, spin,          rotate,         quantize_tile,
-                             quantize_span};
+const Tier TRILOBITE_TIER = {
+    TRILOBITE_TIER_NAME, 0,          parts_vectors, quantize_block, quantize_columns, rows_vectors,
+    low_rank_v,          low_rank_u, activate,      attend,         attend_join,      store_floats,
+    read_bytes,          spin,       rotate,        quantize_tile,  quantize_span};
 }  // namespace trilobite

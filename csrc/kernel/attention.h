@@ -8,12 +8,17 @@ template <int DTYPE> static inline Isa::Floats some_of(const void *p, int64_t at
   else return Isa::from_bf16((const uint16_t *)p + at);
 }
 
+typedef float Half __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
+
 static inline float total(const Isa::Floats &f) {
-  alignas(64) float v[ROWS];
-  Isa::store(v, f);
-  for (int width = ROWS / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) v[i] += v[i + width];
-  return v[0];
+  Half h[2];
+  memcpy(h, &f, sizeof h);
+  const Half half = h[0] + h[1];
+  Quarter q[2];
+  memcpy(q, &half, sizeof q);
+  const Quarter four = q[0] + q[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 template <int N> struct Count { static constexpr int value = N; };
@@ -30,15 +35,14 @@ static inline void scores_of(const void *k, int64_t at, const float *q, int64_t 
   for (int g = 0; g < G; g++) out[g * ld] = total(acc[g]);
 }
 
-// Scores -> weights that do not yet sum to 1; returns their sum.
-static inline float weigh(const trilobite_attention_args &a, float *scores, int64_t length, const float *sink) {
+// Scores -> weights relative to the largest score; returns that and their sum.
+static inline void weigh(const trilobite_attention_args &a, float *scores, int64_t length, float *top, float *sum) {
   if (a.softcap > 0)
     for (int64_t s = 0; s < length; s++) scores[s] = a.softcap * tanhf(scores[s] / a.softcap);
-  float top = sink ? *sink : scores[0], sum = 0;
-  for (int64_t s = 0; s < length; s++) top = scores[s] > top ? scores[s] : top;
-  for (int64_t s = 0; s < length; s++) scores[s] = fast_exp(scores[s] - top);
-  for (int64_t s = 0; s < length; s++) sum += scores[s];
-  return sink ? sum + fast_exp(*sink - top) : sum;
+  *top = scores[0], *sum = 0;
+  for (int64_t s = 1; s < length; s++) *top = scores[s] > *top ? scores[s] : *top;
+  for (int64_t s = 0; s < length; s++) scores[s] = fast_exp(scores[s] - *top);
+  for (int64_t s = 0; s < length; s++) *sum += scores[s];
 }
 
 constexpr int TOGETHER = 4;  // rows whose values are added up at a time
@@ -58,24 +62,22 @@ static inline void add_values(const void *v, const int64_t at[TOGETHER], const f
   }
 }
 
-template <int DTYPE>
-static void attend_as(const trilobite_attention_args &a, int64_t text, int64_t first, int64_t count, float *scratch) {
-  const int64_t shared = a.heads / a.kv_heads, heads = count * shared, width = a.width;
-  const int64_t *rows = a.rows + a.starts[text], length = a.starts[text + 1] - a.starts[text];
-  const int64_t ld = ceil_div(length, TOGETHER) * TOGETHER, begin = (text * a.heads + first * shared) * width;
-  float *q = scratch, *sums = q + heads * width, *scores = sums + heads * width;
-  load_floats(a.q, DTYPE, begin, heads * width, q);
-  for (int64_t i = 0; i < heads * width; i++) q[i] *= a.scale, sums[i] = 0;
+template <int DTYPE> static void attend_as(const trilobite_attention_args &a, const AttentionPart &p, float *scratch) {
+  const int64_t shared = a.heads / a.kv_heads, heads = p.heads * shared, width = a.width, length = p.length;
+  const int64_t *rows = a.rows + p.row, ld = ceil_div(length, TOGETHER) * TOGETHER;
+  float *q = scratch, *scores = q + heads * width;
+  load_floats(a.q, DTYPE, (p.text * a.heads + p.head * shared) * width, heads * width, q);
+  for (int64_t i = 0; i < heads * width; i++) q[i] *= a.scale, p.sums[i] = 0;
   // visit(s, h): s counts `step` rows at a time, h the heads of k; the inner loop is the one that stays near.
   const auto all = [&](int64_t steps, auto visit) {
     if (a.head_stride < a.row_stride)
       for (int64_t s = 0; s < steps; s++)
-        for (int64_t h = 0; h < count; h++) visit(s, h);
+        for (int64_t h = 0; h < p.heads; h++) visit(s, h);
     else
-      for (int64_t h = 0; h < count; h++)
+      for (int64_t h = 0; h < p.heads; h++)
         for (int64_t s = 0; s < steps; s++) visit(s, h);
   };
-  const auto place = [&](int64_t s, int64_t h) { return rows[s] * a.row_stride + (first + h) * a.head_stride; };
+  const auto place = [&](int64_t s, int64_t h) { return rows[s] * a.row_stride + (p.head + h) * a.head_stride; };
   all(length, [&](int64_t s, int64_t h) {
     int64_t g = 0;
     const auto part = [&](auto some) {
@@ -88,11 +90,9 @@ static void attend_as(const trilobite_attention_args &a, int64_t text, int64_t f
     part(Count<4>());
     part(Count<1>());
   });
-  float *inverse = scores + heads * ld;
   for (int64_t h = 0; h < heads; h++) {
-    float *own = scores + h * ld;
-    inverse[h] = 1.0f / weigh(a, own, length, a.sinks ? a.sinks + first * shared + h : nullptr);
-    for (int64_t s = length; s < ld; s++) own[s] = 0;
+    weigh(a, scores + h * ld, length, p.top + h, p.total + h);
+    for (int64_t s = length; s < ld; s++) scores[h * ld + s] = 0;
   }
   all(ld / TOGETHER, [&](int64_t s, int64_t h) {
     int64_t at[TOGETHER];
@@ -101,17 +101,34 @@ static void attend_as(const trilobite_attention_args &a, int64_t text, int64_t f
       at[r] = place(row < length ? row : length - 1, h);
     }
     const float *weights = scores + h * shared * ld + s * TOGETHER;
-    add_values<DTYPE>(a.v, at, weights, ld, shared, width, sums + h * shared * width);
+    add_values<DTYPE>(a.v, at, weights, ld, shared, width, p.sums + h * shared * width);
   });
-  for (int64_t h = 0; h < heads; h++)
-    for (int64_t i = 0; i < width; i++) sums[h * width + i] *= inverse[h];
-  store_floats(sums, heads * width, (uint8_t *)a.y + begin * (DTYPE == TRILOBITE_F32 ? 4 : 2), DTYPE);
 }
 
-static void attend(const trilobite_attention_args &a, int64_t text, int64_t first, int64_t count, float *scratch) {
+static void attend(const trilobite_attention_args &a, const AttentionPart &p, float *scratch) {
   switch (a.dtype) {
-    case TRILOBITE_F32: return attend_as<TRILOBITE_F32>(a, text, first, count, scratch);
-    case TRILOBITE_F16: return attend_as<TRILOBITE_F16>(a, text, first, count, scratch);
-    default: return attend_as<TRILOBITE_BF16>(a, text, first, count, scratch);
+    case TRILOBITE_F32: return attend_as<TRILOBITE_F32>(a, p, scratch);
+    case TRILOBITE_F16: return attend_as<TRILOBITE_F16>(a, p, scratch);
+    default: return attend_as<TRILOBITE_BF16>(a, p, scratch);
   }
+}
+
+// The parts of one head of one text, `ld` heads apart -> its result. Parts are `count`, their sums at width * ld.
+static void attend_join(const trilobite_attention_args &a, int64_t text, int64_t head, const AttentionPart &p,
+                        int64_t count, float *out) {
+  const int64_t ld = a.heads, width = a.width;
+  const float *sink = a.sinks ? a.sinks + head : nullptr;
+  float top = sink ? *sink : p.top[0];
+  for (int64_t c = 0; c < count; c++) top = p.top[c * ld] > top ? p.top[c * ld] : top;
+  float total = sink ? fast_exp(*sink - top) : 0;
+  for (int64_t i = 0; i < width; i++) out[i] = 0;
+  for (int64_t c = 0; c < count; c++) {
+    const float weight = fast_exp(p.top[c * ld] - top), *sums = p.sums + c * ld * width;
+    total += weight * p.total[c * ld];
+    for (int64_t i = 0; i < width; i++) out[i] += weight * sums[i];
+  }
+  const float inverse = 1.0f / total;
+  for (int64_t i = 0; i < width; i++) out[i] *= inverse;
+  store_floats(out, width, (uint8_t *)a.y + (text * a.heads + head) * width * (a.dtype == TRILOBITE_F32 ? 4 : 2),
+               (int)a.dtype);
 }
