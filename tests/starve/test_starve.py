@@ -10,7 +10,7 @@ from kills.tasks import TASKS, Task, prepare
 
 from starve import cases
 from starve.cases import Starver, how_it_failed
-from starve.shortages import Disk, FailingCall, Memory, Threads, own_mounts
+from starve.shortages import Disk, FailingCall, Threads, own_mounts
 
 BY_NAME = {task.name: task for task in TASKS}
 RTN = BY_NAME["rtn3"]
@@ -71,13 +71,6 @@ def test_a_full_disk(starver: Starver, name: str) -> None:
 def test_no_more_inodes(starver: Starver) -> None:
     for inodes in (0, 3, 7):
         assert starver.run(RTN, Disk(inodes=inodes)) == "", inodes
-
-
-@pytest.mark.parametrize("name", ["rtn3", "stats"])
-def test_memory_that_ends(starver: Starver, name: str) -> None:
-    found = [starver.run(BY_NAME[name], Memory(more)) for more in (0, 2**22, 2**31)]
-    assert set(found) == {"", "enough"}
-    assert found[0] == ""
 
 
 @pytest.mark.usefixtures("mounts")

@@ -221,8 +221,11 @@ def open_source(path_or_id: str | Path, *, revision: str | None = None, remote: 
     tensors: dict[str, TensorInfo] = {}
     files: dict[Path, _File] = {}
     found = folder.tensor_files()
-    with ThreadPoolExecutor(READERS) as pool:
-        headers = list(pool.map(_read_header, found))
+    if is_url(path_or_id):
+        with ThreadPoolExecutor(READERS) as pool:
+            headers = list(pool.map(_read_header, found))
+    else:
+        headers = [_read_header(shard) for shard in found]
     for shard, (files[shard.path], of_shard) in zip(found, headers, strict=True):
         for name in of_shard.keys() & tensors.keys():
             raise CheckpointError(

@@ -72,7 +72,7 @@ def _read(key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
 
 
 def attend_natively(model: PreTrainedModel) -> None:
-    """Give a model on the CPU this attention, unless it has one of its own kind."""
+    """Give a model this attention, unless it has one of its own kind; on a GPU it is `sdpa`'s."""
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
 

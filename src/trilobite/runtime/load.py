@@ -104,13 +104,13 @@ def load(
         model.generation_config = _generation_config(source.path)
     model.name_or_path = str(source.path)
     configure(model, settings)
+    attend_natively(model)
     model.eval()
     if gpu is not None:
         bound_on_gpu(model, source, tensors, memory, gpu)
         return model
     model = _to_device(model, device)
     if device == "cpu":
-        attend_natively(model)
         bound(model, source, tensors, memory)
     return model
 
