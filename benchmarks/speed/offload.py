@@ -18,14 +18,11 @@ its experts; its whole model runs, routed by random weights, so `uniform` is wha
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -33,11 +30,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lib.control_group import limited, read_bytes, start_equal
 from benchmarks.lib.gguf import expert_bytes
 from benchmarks.lib.markdown import table as markdown
 from benchmarks.lib.script import add_output, add_page, add_work, parser, publish
 from benchmarks.lib.synthetic import write_mixtral
-from trilobite.checkpoint.source import open_source
+from trilobite.checkpoint.source import Source, open_source
 from trilobite.evaluate.trace import Trace, load_trace, norm
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
@@ -91,40 +89,6 @@ class TraceGuesser:
             return None
         row = self.guesses[(layer + 1) % len(self.guesses), self.token]
         return layer + 1, [int(e) for e in row[: min(2, most)] if e >= 0]
-
-
-@contextmanager
-def limited(nbytes: int) -> Iterator[None]:
-    """This process in a control group of its own with this limit."""
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    own = next(g.split(":", 2)[2] for g in lines if "memory" in g.split(":")[1].split(","))
-    parent = Path("/sys/fs/cgroup/memory") / own.lstrip("/")
-    group = parent / f"trilobite-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "cgroup.procs").write_text("0")
-        (group / "memory.limit_in_bytes").write_text(str(nbytes))
-        yield
-    finally:
-        (parent / "cgroup.procs").write_text("0")
-        with suppress(OSError):
-            group.rmdir()
-
-
-def start_equal(files: list[Path]) -> None:
-    """Read the files once, then drop them from the page cache: a disk knows them, whichever variant comes next."""
-    buffer = bytearray(2**23)
-    for file in files:
-        with file.open("rb", buffering=0) as f:
-            while f.readinto(buffer):
-                pass
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_bytes() -> int:
-    """What this process had the disk read so far, through mapped files too."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
 
 
 def uniform(like: np.ndarray) -> np.ndarray:
@@ -184,11 +148,15 @@ class Engine:
         return time.perf_counter() - started
 
 
+def expert_layers(source: Source) -> int:
+    return len({m[1] for name in source.tensors if (m := EXPERT_PART.match(name))})
+
+
 def measure_resident(options: argparse.Namespace) -> dict[str, Any]:
     """Computing alone, and the same with all experts in slots of a cache: two models, token by token in turns."""
     found = load_trace(options.trace)
     source = open_source(options.model)
-    layers = len({m[1] for name in source.tensors if (m := EXPERT_PART.match(name))})
+    layers = expert_layers(source)
     MemoryPlan.fits = property(lambda self: False)  # type: ignore[assignment, method-assign]
     wanted = Offload(memory=2**50, staging=STAGING, guesses=0, slots=layers * found.experts_of[0])
     engines = [Engine(options.model, None, found), Engine(options.model, wanted, found)]
@@ -211,7 +179,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     source = open_source(options.model)
     parts = [i for name, i in source.tensors.items() if EXPERT_PART.match(name)]
     nbytes, files = sum(i.nbytes for i in parts), sorted({i.file for i in parts})
-    layers = len({m[1] for name in source.tensors if (m := EXPERT_PART.match(name))})
+    layers = expert_layers(source)
     each, active = found.experts_of[0], found.experts.shape[2]
     fit = max(active + 1, int(options.share / 100 * layers * each) - STAGING)
     few = {"no cache": active, "neither": active, "whole layers": each}

@@ -224,7 +224,7 @@ def open_source(path_or_id: str | Path, *, revision: str | None = None, remote: 
     if is_url(path_or_id):
         with ThreadPoolExecutor(READERS) as pool:
             headers = list(pool.map(_read_header, found))
-    else:
+    else:  # no threads: one that starts when memory ends keeps its maker waiting for ever
         headers = [_read_header(shard) for shard in found]
     for shard, (files[shard.path], of_shard) in zip(found, headers, strict=True):
         for name in of_shard.keys() & tensors.keys():

@@ -25,7 +25,7 @@ def attention(
     returns: [B, T, heads, D]    The keyword arguments are those of transformers' attention functions.
     """
     width = value.shape[3]
-    if query.shape[2] == 1 and width < key.shape[3]:
+    if query.shape[2] == 1 and width < key.shape[3] and attends(query):
         value = pad(value, (0, key.shape[3] - width))
     if _is_step(query, key, value, kwargs):
         read = _read(key, attention_mask)
