@@ -48,6 +48,7 @@ def test_fit_leaves_room_for_the_context(run: Run, original: Path) -> None:
         (("--size", "1kB"), "the least that is possible is"),
         (("--fit", "1MiB"), "the least that is possible is"),
         (("--bits", 3, "--sensitivity", "absent.json"), "absent.json: cannot be read"),
+        (("--bits", 3, "--method", "hqq"), "method 'hqq': a budget goes with search or gptq"),
     ],
 )
 def test_impossible_budgets_are_one_line(

@@ -84,6 +84,7 @@ def chosen_budget(
     keep: list[str] | None,
     columns: str | None,
     importance: str | None,
+    method: str | None,
     fixed: Mapping[str, object],
 ) -> "Budget | None":
     """What the command line asks the planner for; None where it names a recipe.
@@ -122,6 +123,7 @@ def chosen_budget(
         keep=tuple(parse_role(role) for part in keep or () for role in part.split(",")),
         columns=columns or "auto",
         importance=importance or "auto",
+        method=method or "search",
         sensitivities={} if sensitivity is None else read_sensitivities(sensitivity),
     )
 

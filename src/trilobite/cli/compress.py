@@ -78,7 +78,6 @@ COLUMNS = ("role", "format", "tensors", "params", "bytes", "bits/weight", "rank"
 def fixed_options(
     group_size: int | None,
     rank: str | None,
-    method: str | None,
     compensator: str | None,
     iterations: int | None,
     stats: Path | None,
@@ -87,7 +86,6 @@ def fixed_options(
     return {
         "group-size": group_size,
         "rank": rank,
-        "method": method,
         "compensator": compensator,
         "iterations": iterations,
         "stats": stats,
@@ -181,7 +179,8 @@ def compress(
         keep=keep,
         columns=columns,
         importance=importance,
-        fixed=fixed_options(group_size, rank, method, compensator, iterations, stats),
+        method=method,
+        fixed=fixed_options(group_size, rank, compensator, iterations, stats),
     )
     chosen = budget or chosen_recipe(
         recipe, keep, group_size, rank, method, compensator, iterations, columns, importance

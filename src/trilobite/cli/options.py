@@ -58,7 +58,8 @@ MethodOption = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help="How codes are found: rtn, search, hqq, hqq-paper, gptq, gptq-order or ldlq.",
+        help="How codes are found: rtn, search, hqq, hqq-paper, gptq, gptq-order or ldlq; with --bits, --size, --fit "
+        "search or gptq.",
         metavar="METHOD",
     ),
 ]

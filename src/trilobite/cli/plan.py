@@ -93,7 +93,8 @@ def plan(
         keep=keep,
         columns=columns,
         importance=importance,
-        fixed=fixed_options(group_size, rank, method, compensator, iterations, stats),
+        method=method,
+        fixed=fixed_options(group_size, rank, compensator, iterations, stats),
     )
     from trilobite.checkpoint.source import open_source
     from trilobite.quantize.columns.choose import with_column_scales

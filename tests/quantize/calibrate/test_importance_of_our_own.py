@@ -24,7 +24,8 @@ from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.columns.guess import Guess
 from trilobite.quantize.run.compress import compress
 from trilobite.quantize.run.options import Options
-from trilobite.recipe import Recipe, load_recipe
+from trilobite.quantize.run.planned import plan_within
+from trilobite.recipe import Recipe, load_recipe, recipe_from_dict
 
 
 def weighed(importance: str) -> Recipe:
@@ -116,14 +117,19 @@ def test_as_many_passes_as_tokens_write_what_one_by_one_is_written(
     assert len(set(map(tuple, found.tolist()))) == 3
 
 
-@pytest.mark.parametrize("importance", ["weights", "self"])
+def by_feedback(importance: str = "auto") -> Budget:
+    """Errors of columns are fed back, by Hessians."""
+    return Budget(bits=2.35, method="gptq", importance=importance)
+
+
+@pytest.mark.parametrize("wanted", [weighed("weights"), weighed("self"), by_feedback()], ids=str)
 def test_resumed_to_the_same_bytes(
-    importance: str, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wanted: Recipe | Budget, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampled, "LENGTH", 24)
     finished, dst = tmp_path / "finished", tmp_path / "dst"
-    compress(str(mixtral), finished, weighed(importance), options=SERIAL)
-    rows = [r for r in read_report(finished)["tensors"] if r.get("importance") == importance]
+    compress(str(mixtral), finished, wanted, options=SERIAL)
+    rows = [r for r in read_report(finished)["tensors"] if "proxy" in r]
     assert {row["role"] for row in rows} == {"attention", "expert"}
     write, count = PackedWriter.write, []
 
@@ -137,8 +143,8 @@ def test_resumed_to_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(PackedWriter, "write", stop)
         with pytest.raises(PlugPulled):
-            compress(str(mixtral), dst, weighed(importance), options=two)
-    result = compress(str(mixtral), dst, weighed(importance), options=two)
+            compress(str(mixtral), dst, wanted, options=two)
+    result = compress(str(mixtral), dst, wanted, options=two)
     assert 0 < result.fresh < len(result.plan.lines)
     assert digests(dst) == digests(finished)
 
@@ -152,12 +158,33 @@ def test_planned(importance: str, mixtral: Path, tmp_path: Path, monkeypatch: py
     assert any(row.get("importance") == importance for row in report["tensors"])
 
 
+def test_errors_fed_back_without_a_text(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formats as for `search`; integers by gptq and lattices by ldlq, against Hessians of what the model writes."""
+    monkeypatch.setattr(sampled, "LENGTH", 24)
+    compress(str(mixtral), tmp_path / "dst", by_feedback(), options=SERIAL)
+    report = read_report(tmp_path / "dst")
+    assert report["identity"]["recipe"]["importance"] == "self"
+    assert report["identity"]["calibration"]["samples"] == sampled.FOR_HESSIANS
+    body = [
+        row for row in report["tensors"] if row.get("role") in ("attention", "expert") and "format" in row
+    ]
+    assert {(row["format"].startswith("e8p"), row["method"]) for row in body} == {
+        (False, "gptq"),
+        (True, "ldlq"),
+    }
+    assert {row["tokens"] for row in body if row["role"] == "attention"} == {24 * sampled.FOR_HESSIANS}
+    search = plan_within(open_source(str(mixtral)), replace(by_feedback("self"), method="search")).recipe
+    found = recipe_from_dict(report["identity"]["recipe"], "found")
+    assert [rule.format for rule in found.rules] == [rule.format for rule in search.rules]
+
+
 def test_refusals(mixtral: Path, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
-    for importance in ("weights", "self"):
-        recipe = replace(load_recipe("gptq3"), importance=importance)
-        with pytest.raises(RecipeError, match=f"importance {importance} takes no text of yours"):
-            compress(str(mixtral), dst, recipe, options=SERIAL)
+    for wanted in (replace(load_recipe("gptq3"), importance="weights"), by_feedback("weights")):
+        with pytest.raises(RecipeError, match=r"importance weights runs nothing.*choose importance self"):
+            compress(str(mixtral), dst, wanted, options=SERIAL)
     build_checkpoint("gpt_oss", tmp_path / "other")
     with pytest.raises(RecipeError, match=r"known for axk1.*choose --importance builtin or none"):
         compress(str(tmp_path / "other"), dst, weighed("weights"), options=SERIAL)

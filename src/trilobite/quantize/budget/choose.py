@@ -15,7 +15,7 @@ from trilobite.quantize.budget.units import Unit
 from trilobite.quantize.plan.plan import make_plan
 from trilobite.quantize.threads import single_threaded_torch
 from trilobite.quantize.watcher import SILENT, Watcher
-from trilobite.recipe import HEAD_RULE, Recipe, Role
+from trilobite.recipe import CALIBRATED_METHODS, HEAD_RULE, LatticeFormat, Recipe, Role, Rule
 
 LEAST = 1e-6
 """Of the largest sensitivity."""
@@ -43,6 +43,7 @@ def choose(question: Question, errors: Sequence[Sequence[float]], importance: Im
     chosen = solve(options, question.bound)
     matrices = [line.matrix for line in question.plans[0].lines]
     rules = make_rules(matrices, units, [candidates[c] for c in chosen])
+    rules = tuple(_found_by(question.budget.method, rule) for rule in rules)
     recipe = replace(question.recipe, rules=(*question.recipe.rules, *rules, HEAD_RULE))
     _check(question, chosen, recipe)
     found = [
@@ -50,6 +51,12 @@ def choose(question: Question, errors: Sequence[Sequence[float]], importance: Im
         for unit, of_unit, c, a, of_errors in zip(units, options, chosen, sensitivities, errors, strict=True)
     ]
     return Choice(recipe=recipe, account=account(question, found))
+
+
+def _found_by(method: str, rule: Rule) -> Rule:
+    """The rule with this method, or with what finds lattice codes by the same Hessian."""
+    lattice = isinstance(rule.format, LatticeFormat) and method in CALIBRATED_METHODS
+    return replace(rule, method="ldlq" if lattice else method)
 
 
 def measure_errors(

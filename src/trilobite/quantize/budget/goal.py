@@ -9,6 +9,7 @@ from trilobite.errors import BudgetError
 from trilobite.recipe import Role
 
 GIB = 2**30
+METHODS = ("search", "gptq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class Budget:
     size: bytes of all files    fit: bytes of memory, of which `reserved` are for other things than weights
     per_expert: experts of a layer may differ    ranks: of compensators to try, as in a rule
     lattice: e8p-2 is to be tried even where the formats of integers meet the bound
+    method: how codes are found, `search` or `gptq`; lattice codes by `ldlq` beside the latter
     keep: roles that stay in 16 bit
     columns, importance: as in a recipe, or "auto": the best that the architecture allows without passes of its own
     sensitivities: by "layer role: part", measured; priors where it says nothing
@@ -31,20 +33,27 @@ class Budget:
     per_expert: bool = False
     ranks: tuple[str, ...] = ()
     lattice: bool = False
+    method: str = "search"
     keep: tuple[Role, ...] = ()
     columns: str = "auto"
     importance: str = "auto"
     sensitivities: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise BudgetError unless one bound is given."""
+        """Raise BudgetError unless one bound is given, and a method that there is."""
         given = [name for name in ("bits", "size", "fit") if getattr(self, name) is not None]
         if len(given) != 1:
             raise BudgetError(f"{len(given)} budgets are given; expected one: bits, size or fit")
+        if self.method not in METHODS:
+            raise BudgetError(f"method {self.method!r}: a budget goes with {' or '.join(METHODS)}")
 
     @property
     def name(self) -> str:
-        """What the recipe is called: `bits-3.5`, `size-18GB`, `fit-16GiB`."""
+        """What the recipe is called: `bits-3.5`, `size-18GB`, `fit-16GiB`, `bits-3.5+gptq`."""
+        return self._bound if self.method == "search" else f"{self._bound}+{self.method}"
+
+    @property
+    def _bound(self) -> str:
         if self.bits is not None:
             return f"bits-{self.bits:g}"
         if self.size is not None:
@@ -85,6 +94,7 @@ class Budget:
             "per_expert": self.per_expert,
             "ranks": list(self.ranks),
             "lattice": self.lattice,
+            "method": self.method,
             "keep": [role.value for role in self.keep],
             "columns": self.columns,
             "importance": self.importance,

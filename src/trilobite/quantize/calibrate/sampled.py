@@ -23,15 +23,18 @@ from trilobite.quantize.watcher import SILENT, Watcher
 PASSES = 4
 SAMPLES, LENGTH = 16, 256
 """Windows, and tokens of each."""
+FOR_HESSIANS = 128
+"""Windows where more than a diagonal is to be told from them."""
 BATCH = 4
 """Windows of one forward pass."""
 
 
-def sampled_calibration(source: Source) -> Calibration:
+def sampled_calibration(source: Source, *, hessians: bool = False) -> Calibration:
     """Windows of the model's own. Raises RecipeError for an encoder-decoder, which reads pairs."""
     check_decoder(source, "self")
     longest = int(text_config(source).get("max_position_embeddings") or CONTEXT)
-    return Calibration(sampled=True, samples=SAMPLES, context=min(LENGTH, longest), propagate="original")
+    samples = FOR_HESSIANS if hessians else SAMPLES
+    return Calibration(sampled=True, samples=samples, context=min(LENGTH, longest), propagate="original")
 
 
 @torch.no_grad()

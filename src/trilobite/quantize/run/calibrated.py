@@ -92,8 +92,10 @@ class Calibrator:
         if self.store is not None:
             self.collect(calibrated, jobs=work.jobs, workspace=folder, watcher=watcher)
         if known := self.store or self.measured:
-            work.run(todo, known)
-            todo = []
+            # What was measured are diagonals, unless they come from a folder.
+            served = [line for line in todo if self.store or line.importance]
+            work.run(served, known)
+            todo = [line for line in todo if not (self.store or line.importance)]
         trainer = self._trainer(work)
         if todo or trainer:
             kind = DiagonalSum if all(line.importance for line in calibrated) else HessianSum
@@ -160,9 +162,12 @@ Ground = Calibrator | Guessed
 """Where Hessians or importance come from."""
 
 
-def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | None) -> Ground | None:
+def open_calibration(
+    source: Source, recipe: Recipe, calibration: Calibration | None, *, hessians: bool = False
+) -> Ground | None:
     """The calibration that a recipe needs, or None for one that needs none.
 
+    hessians: they are needed, though the rules that need them are not known yet
     Raises RecipeError when a calibration is needed and absent or the other way round, CalibrationError for a bad one.
     """
     tunes = calibration is not None and calibration.finetune
@@ -172,7 +177,7 @@ def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | 
             "quip2, quip3 or quip4, or drop --finetune"
         )
     if recipe.importance not in ("none", "text"):
-        return _of_our_own(source, recipe, calibration)
+        return _of_our_own(source, recipe, calibration, hessians=hessians or needs_calibration(recipe))
     if not needs_calibration(recipe) and not tunes:
         if calibration is None:
             return None
@@ -187,17 +192,23 @@ def open_calibration(source: Source, recipe: Recipe, calibration: Calibration | 
     return Calibrator(source, calibration)
 
 
-def _of_our_own(source: Source, recipe: Recipe, calibration: Calibration | None) -> Ground:
-    """What serves importance alone. Raises RecipeError where a text of the user's is given or needed."""
-    if calibration is not None or needs_calibration(recipe):
+def _of_our_own(source: Source, recipe: Recipe, calibration: Calibration | None, *, hessians: bool) -> Ground:
+    """What needs no text of the user's. Raises RecipeError where one is given, or needed."""
+    if calibration is not None:
         raise RecipeError(
-            f"recipe {recipe.name}: importance {recipe.importance} takes no text of yours, which calibrated methods "
-            "need; choose importance text with --calibration FILE, or drop --calibration"
+            f"recipe {recipe.name}: importance {recipe.importance} takes no text of yours; choose importance text with "
+            "--calibration FILE, or drop --calibration"
+        )
+    if recipe.importance == "weights" and hessians:
+        raise RecipeError(
+            f"recipe {recipe.name}: importance weights runs nothing, and its method needs Hessians; choose importance "
+            "self, or importance text with --calibration FILE"
         )
     if recipe.importance == "weights":
         return Guessed()
-    ours = sampled_calibration if recipe.importance == "self" else builtin_calibration
-    return Calibrator(source, ours(source))
+    if recipe.importance == "builtin":
+        return Calibrator(source, builtin_calibration(source))
+    return Calibrator(source, sampled_calibration(source, hessians=hessians))
 
 
 def _check(calibration: Calibration) -> None:

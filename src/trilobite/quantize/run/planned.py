@@ -19,7 +19,7 @@ from trilobite.quantize.columns.choose import with_column_scales
 from trilobite.quantize.columns.streams import find_streams
 from trilobite.quantize.run.calibrated import Ground, open_calibration
 from trilobite.quantize.run.options import Options
-from trilobite.recipe import Recipe, Rule, recipe_from_dict
+from trilobite.recipe import CALIBRATED_METHODS, Recipe, Rule, recipe_from_dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def question_of(
     question = ask(source, matrices, unfit, recipe, budget)
     calibrator = None
     if recipe.importance != "none":
-        calibrator = open_calibration(source, recipe, calibration)
+        calibrator = open_calibration(source, recipe, calibration, hessians=_rounds_by_hessians(budget))
         assert calibrator is not None
         calibrator.build(source, matrices, device)
         with tempfile.TemporaryDirectory() as workspace:
@@ -97,12 +97,18 @@ def frame(
         columns = "sinkhorn" if known else "none"
     if importance == "auto" and calibration:
         importance = "text"
+    elif importance == "auto" and _rounds_by_hessians(budget):
+        importance = "self"
     elif importance == "auto" and known and not budget.per_expert:  # which differ by how many tokens they see
         importance = "weights"
     elif importance == "auto":
         importance = "none" if text_config(source).get("is_encoder_decoder") else "builtin"
     keep = (Rule(roles=budget.keep),) if budget.keep else ()
     return Recipe(name=budget.name, rules=keep, columns=columns, importance=importance)
+
+
+def _rounds_by_hessians(budget: Budget) -> bool:
+    return budget.method in CALIBRATED_METHODS
 
 
 def kept_plan(dst: Path, budget: Budget) -> Planned | None:
