@@ -1,16 +1,17 @@
 """What others lose at as many bits, in the same model on the same text.
 
     python -m benchmarks.quality.peers MODEL... --ggml libggml-base.so --ik libggml.so --python ENV/bin/python \
-        --page docs/results.md
+        --gptqmodel ENV2/bin/python --page docs/results.md
 
 Every matrix of attention and MLPs is quantized by the others' own code, decoded, and put into the model; the head is
 ours, in 8 bit, everywhere. Of llama.cpp and ik_llama.cpp all types alone, and the mixes of `llama-quantize`, which raise
 some roles; where blocks do not divide a row, they fall back as there. HQQ and SINQ run in an environment that has both
-packages. Each only where its option is given.
+packages, GPTQModel in another. Each only where its option is given.
 
-Without data: no importance matrix for theirs; ours may read the text that comes along. With data (--data): the mean
-squares of what enters each column, on the same text for theirs and ours. Bits are those of the quantized matrices,
-metadata included. What is found stays in the work folder: a run that is stopped goes on. The last line is JSON.
+Without data: no importance matrix for theirs; ours may read what comes along, or what the model writes itself. With
+data (--data): the mean squares of what enters each column, or inputs of the same Hessian, on the same text for theirs
+and ours. Bits are those of the quantized matrices, metadata included. What is found stays in the work folder: a run
+that is stopped goes on. The last line is JSON.
 """
 
 import argparse
@@ -32,13 +33,14 @@ from benchmarks.lib.divergence import Found, Variant, divergences, packed_varian
 from benchmarks.lib.ggml import Ggml
 from benchmarks.lib.ggml_mixes import MIXES, Shape, type_in_mix
 from benchmarks.lib.markdown import table
-from benchmarks.lib.packed import numel, pack
+from benchmarks.lib.packed import hessians, numel, pack
 from benchmarks.lib.recipes import named, with_bits
 from benchmarks.lib.scoring import build, decoded, open_bench
 from benchmarks.lib.script import TRAINING_TEXT, add_page, add_text, add_work, parser, publish
 from trilobite.checkpoint.roles import Matrix, read_matrix, text_config
 from trilobite.checkpoint.source import open_source
 from trilobite.quantize.budget.goal import Budget
+from trilobite.quantize.calibrate.store import HessianStore
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.run.calibrated import Calibrator
 from trilobite.quantize.run.compress import prepare
@@ -60,13 +62,20 @@ def free_recipes() -> dict[str, Recipe | Budget]:
     for bits in (2, 3, 4):
         chosen[f"fine{bits}"] = PRESETS[f"fine{bits}"]
     planned = {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
-    return named(chosen) | planned | {f"--bits {b} --lattice": Budget(bits=b, lattice=True) for b in LATTICE}
+    planned |= {f"--bits {b} --lattice": Budget(bits=b, lattice=True) for b in LATTICE}
+    planned |= {f"--bits {b} --method gptq": Budget(bits=b, method="gptq") for b in BUDGETS}
+    return named(chosen) | planned
 
 
 def text_recipes() -> dict[str, Recipe | Budget]:
     """Ours, on a text."""
     chosen = {name: PRESETS[name] for name in ("quip2", "gptq3", "gptq4")}
-    return named(chosen) | {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
+    planned = {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
+    return (
+        named(chosen)
+        | planned
+        | {f"{name} --method gptq": replace(b, method="gptq") for name, b in planned.items()}
+    )
 
 
 class Peers:
@@ -125,13 +134,27 @@ class Peers:
             return name
         return type_in_mix(mix, m.projection, m.layer or 0, self.shape, importance=data)
 
-    def package(self, python: Path, name: str, bits: int) -> tuple[PreTrainedModel, float]:
-        """The body as HQQ or SINQ has it, in groups of 64."""
+    @cached_property
+    def hessians(self) -> Path:
+        """A file of what HESSIANS is to `other_quantizers`, on the text."""
+        path = self.work / "hessians.safetensors"
+        if not path.exists():
+            folder = hessians(self.model, self.work.parent, self.calibration)[0].hessians
+            assert folder
+            store = HessianStore(folder, source=self.source.fingerprint(), calibration=None)
+            save_file({m.name: store.get(m.name, m.shape[1])[0].clone() for m in self.body}, path)
+        return path
+
+    def package(
+        self, python: Path, name: str, bits: int, *, data: bool = False
+    ) -> tuple[PreTrainedModel, float]:
+        """The body as one of the packages of `other_quantizers` has it, in groups of 64."""
         given, made = self.work / "body.safetensors", self.work / "rounded.safetensors"
         self.work.mkdir(parents=True, exist_ok=True)
         if not given.exists():
             save_file({m.name: read_matrix(self.source, m).float().contiguous() for m in self.body}, given)
         command = [str(python), other_quantizers.__file__, name, str(bits), "64", str(given), str(made)]
+        command += [str(self.hessians)] if data else []
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         sizes = json.loads(made.with_suffix(".json").read_text())
         rounded = {name: t.clone() for name, t in load_file(made).items()}
@@ -154,10 +177,13 @@ def theirs(peers: Peers, args: argparse.Namespace, *, data: bool) -> Iterator[tu
         for name in IK_TYPES:
             if data or not ggml.needs_importance(name):
                 yield f"{name} (ik)", partial(peers.ggml, ggml, name, data=data)
-    if args.python and not data:
-        for package in ("hqq", "sinq"):
-            for bits in (2, 3, 4):
-                yield f"{package.upper()} {bits} bit", partial(peers.package, args.python, package, bits)
+    packages = {"HQQ": args.python, "SINQ": args.python}
+    if data:
+        packages = {"A-SINQ": args.python, "GPTQModel": args.gptqmodel}
+    for name, python in packages.items():
+        for bits in (2, 3, 4) if python else ():
+            own = name.lower().replace("-", "")
+            yield f"{name} {bits} bit", partial(peers.package, python, own, bits, data=data)
 
 
 def measure(model: Path, args: argparse.Namespace) -> dict[str, dict[str, Found]]:
@@ -200,6 +226,7 @@ def main() -> None:
     options.add_argument("--ggml", type=Path, help="llama.cpp's libggml-base.so")
     options.add_argument("--ik", type=Path, help="ik_llama.cpp's libggml.so")
     options.add_argument("--python", type=Path, help="of an environment with hqq and sinq")
+    options.add_argument("--gptqmodel", type=Path, help="python of an environment with gptqmodel")
     options.add_argument(
         "--calibration", type=Path, default=TRAINING_TEXT, help="text for those that take one"
     )
