@@ -4,7 +4,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -12,11 +12,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.lib.packed import pack
 from benchmarks.lib.scoring import Bench, disagreement, unpacked
-from trilobite.checkpoint.source import open_source
 from trilobite.evaluate.perplexity import score
 from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.calibrate.windows import Calibration
-from trilobite.quantize.run.planned import plan_within
 from trilobite.recipe import Recipe
 from trilobite.runtime.load import load
 
@@ -70,17 +68,11 @@ def packed_variant(
     """A model packed by a recipe or for a budget, whose decoded weights agree with the operators."""
 
     def make() -> tuple[PreTrainedModel, float]:
-        chosen, name = recipe, recipe.name
-        if isinstance(chosen, Budget):
-            name += "-text" if calibration else f"-{chosen.importance}"
-            chosen = plan_within(open_source(str(bench.model)), chosen, calibration=calibration).recipe
+        name = recipe.name
+        if isinstance(recipe, Budget):
+            name += "-text" if calibration else f"-{recipe.importance}"
         packed = pack(
-            bench.model,
-            replace(chosen, name=name),
-            work,
-            frequency=None,
-            calibration=calibration,
-            fresh=True,
+            bench.model, recipe, work, frequency=None, calibration=calibration, fresh=True, name=name
         )
         model = unpacked(packed.path, bench.model)
         disagreement(packed.path, model, bench.ids[: bench.context])

@@ -39,23 +39,25 @@ def _fill_factor(part: Tensor) -> None:
     part[..., -2:] = torch.tensor([0.01]).half().view(torch.uint8)
 
 
-def make_layer(layer: ExpertsShape, fmt: Format, rank: int = 0) -> tuple[ExpertsLayer, float]:
-    """Random experts as stored, and the bytes of one of them."""
+def make_layer(
+    layer: ExpertsShape, fmt: Format, rank: int = 0, *, down: Format | None = None
+) -> tuple[ExpertsLayer, float]:
+    """Random experts as stored, and the bytes of one of them. down: its format, where it is another."""
     h, i = layer.hidden, layer.intermediate
-    shapes = ((i, h), (i, h), (h, i))
-    sizes = [torch.Size(packed_shape(fmt, n, k)).numel() for n, k in shapes]
-    supers = [torch.Size(scale_shape(fmt, n, k) or (0,)).numel() for n, k in shapes]
+    shapes, formats = ((i, h), (i, h), (h, i)), (fmt, fmt, down or fmt)
+    sizes = [torch.Size(packed_shape(f, *s)).numel() for f, s in zip(formats, shapes, strict=True)]
+    supers = [torch.Size(scale_shape(f, *s) or (0,)).numel() for f, s in zip(formats, shapes, strict=True)]
     factors = [[torch.Size(factor_shape("int3", rank, m)).numel() for m in shape] for shape in shapes]
     per_expert = sum(sizes) + sum(supers) + sum(map(sum, factors))
     slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
     data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
     at = 0
     for e in range(layer.experts):
-        for p, (n, k) in enumerate(shapes):
+        for p, ((n, k), of_part) in enumerate(zip(shapes, formats, strict=True)):
             second = at + sizes[p]
             after = second + supers[p]
             offsets = [at, second if supers[p] else -1, after, after + factors[p][0]]
-            _fill(slab[at : at + sizes[p]].view(packed_shape(fmt, n, k)), fmt)
+            _fill(slab[at : at + sizes[p]].view(packed_shape(of_part, n, k)), of_part)
             slab[second:after].view(torch.float16).fill_(0.001)
             at = after
             if rank:
@@ -64,7 +66,7 @@ def make_layer(layer: ExpertsShape, fmt: Format, rank: int = 0) -> tuple[Experts
                     at += size
             bits = COMPENSATORS["int3"]
             data[e, p, : Column.LATTICE] = torch.tensor(
-                [*offsets, rank, bits, fmt.bits, fmt.group, 0, metadata_kind(fmt)]
+                [*offsets, rank, bits, of_part.bits, of_part.group, 0, metadata_kind(of_part)]
             )
     return _experts(layer, slab, data), per_expert
 

@@ -16,6 +16,7 @@ from trilobite.checkpoint.source import open_source
 from trilobite.errors import DestinationError
 from trilobite.evaluate.frequency import expert_frequency, load_frequency, save_frequency
 from trilobite.evaluate.perplexity import tokenize_file, windows
+from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.plan.plan import Plan
 from trilobite.quantize.run.calibrated import Calibrator
@@ -62,15 +63,17 @@ def hessians(model: Path, work: Path, calibration: Calibration) -> tuple[Calibra
 
 def pack(
     model: Path,
-    recipe: Recipe,
+    recipe: Recipe | Budget,
     work: Path,
     *,
     frequency: Frequency | None,
     calibration: Calibration | None = None,
     fresh: bool = False,
+    name: str = "",
 ) -> Packed:
-    """Compress into the work folder, or use what an earlier run left there."""
-    folder = work / model.name / recipe.name
+    """Compress into the work folder, or use what an earlier run left there. name: of its folder there."""
+    name = name or recipe.name
+    folder = work / model.name / name
     clock = folder.with_name(f"{folder.name}.seconds")
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
@@ -80,7 +83,7 @@ def pack(
         folder,
         recipe,
         frequency=frequency,
-        calibration=calibration if needs_calibration(recipe) else None,
+        calibration=calibration if isinstance(recipe, Budget) or needs_calibration(recipe) else None,
         options=Options(device="cpu"),
     )
     try:
@@ -93,7 +96,7 @@ def pack(
     lines = [line for line in result.plan.lines if line.format and line.matrix.role in BODY_ROLES]
     size = bytes_on_disk(folder)
     return Packed(
-        name=recipe.name,
+        name=name,
         path=folder,
         bytes=size,
         bits=8 * size / parameters(result.plan),

@@ -50,7 +50,7 @@ from trilobite.runtime.load import map_tensors
 TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K")
 IK_TYPES = ("IQ2_KT", "IQ2_KS", "IQ2_K", "IQ2_KL", "IQ3_KT", "IQ3_KS", "IQ3_K", "IQ4_KSS", "IQ4_KS", "IQ4_K")
 BUDGETS = (2.05, 2.25, 2.5, 3.0, 3.25, 3.5, 4.0, 4.5)
-LATTICE = (2.5, 3.0)
+LATTICE = (2.5, 3.0, 3.25, 4.0)
 SAMPLES = 128
 HEAD = "lm_head.weight"
 
@@ -61,21 +61,20 @@ def free_recipes() -> dict[str, Recipe | Budget]:
     chosen["search2"] = with_bits(PRESETS["search3"], 2)
     for bits in (2, 3, 4):
         chosen[f"fine{bits}"] = PRESETS[f"fine{bits}"]
-    planned = {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
-    planned |= {f"--bits {b} --lattice": Budget(bits=b, lattice=True) for b in LATTICE}
-    planned |= {f"--bits {b} --method gptq": Budget(bits=b, method="gptq") for b in BUDGETS}
-    return named(chosen) | planned
+    return named(chosen) | planned_recipes()
 
 
 def text_recipes() -> dict[str, Recipe | Budget]:
     """Ours, on a text."""
     chosen = {name: PRESETS[name] for name in ("quip2", "gptq3", "gptq4")}
+    return named(chosen) | planned_recipes()
+
+
+def planned_recipes() -> dict[str, Budget]:
+    """Each budget, with lattices where they help, and both again rounded by Hessians."""
     planned = {f"--bits {bits}": Budget(bits=bits) for bits in BUDGETS}
-    return (
-        named(chosen)
-        | planned
-        | {f"{name} --method gptq": replace(b, method="gptq") for name, b in planned.items()}
-    )
+    planned |= {f"--bits {b} --lattice": Budget(bits=b, lattice=True) for b in LATTICE}
+    return planned | {f"{name} --method gptq": replace(b, method="gptq") for name, b in planned.items()}
 
 
 class Peers:

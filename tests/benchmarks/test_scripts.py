@@ -35,7 +35,7 @@ from benchmarks.quality import (
     sensitivity,
     tasks,
 )
-from benchmarks.speed import calibrated_cost, offload_gpu
+from benchmarks.speed import calibrated_cost, offload_gpu, planned_token
 from benchmarks.speed import compress as speed_of_compress
 from benchmarks.speed import peers as speed_of_peers
 from benchmarks.speed import planned as speed_of_planned
@@ -43,6 +43,8 @@ from benchmarks.speed import serve as speed_of_serving
 from trilobite.evaluate.measure import trace_experts
 from trilobite.evaluate.trace import save_trace
 from trilobite.kernels.cpu import engine
+from trilobite.measure.shapes import ExpertsShape
+from trilobite.quantize.calibrate import sampled
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.load import load, load_tokenizer
@@ -268,12 +270,15 @@ def test_peers(run: Any, model: Path, text: Path, work: Path, monkeypatch: pytes
     monkeypatch.setattr(peers, "BUDGETS", (3.4,))
     monkeypatch.setattr(peers, "LATTICE", ())
     monkeypatch.setattr(peers, "SAMPLES", 4)
+    monkeypatch.setattr(sampled, "FOR_HESSIANS", 4)
     for preset in ("milo-s1", "quip2-free", "quip2"):
         monkeypatch.setitem(peers.PRESETS, preset, load_recipe("rtn3"))
     found = run(peers, model, *options, "--data", "--calibration", text)["peers"][model.name]
     assert list(found) == ["free", "text"]
     assert all("**--bits 3.4**" in rows for rows in found.values())
     assert found["free"]["**--bits 3.4**"]["kl"] != found["text"]["**--bits 3.4**"]["kl"]
+    for rows in found.values():
+        assert rows["**--bits 3.4 --method gptq**"]["kl"] != rows["**--bits 3.4**"]["kl"]
 
 
 def test_mixes_of_types() -> None:
@@ -290,6 +295,12 @@ def test_rotation(run: Any, model: Path, text: Path, work: Path) -> None:
     options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
     found = run(rotation, model, *options, "--bits", 3.4)["kl"][f"{model.name} 3.4"]
     assert found["all rotated"] != found["as they are"]
+
+
+def test_one_token_of_planned_recipes(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = ExpertsShape(name="tiny", experts=4, active=2, hidden=256, intermediate=512)
+    monkeypatch.setattr(planned_token, "MIXTRAL", tiny)
+    assert run(planned_token, "--model", model, "--bits", 3.4, "--rounds", 1)["mean"]["exact"] > 0
 
 
 def test_speed_of_planned_recipes(

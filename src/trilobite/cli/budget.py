@@ -55,8 +55,8 @@ LatticeOption = Annotated[
     bool,
     typer.Option(
         "--lattice",
-        help="With --bits, --size, --fit: try e8p-2 as well, which loses less at 2 to 3 bits; it is slow to find and "
-        "slower to run.",
+        help="With --bits, --size, --fit: try e8p-2, e8p-3 and e8p-4 as well, which lose less for their bytes; they are "
+        "slow to find and slower to run.",
     ),
 ]
 SensitivityOption = Annotated[

@@ -123,6 +123,9 @@ def test_few_bits_bring_in_the_lattice(original: Path, tmp_path: Path) -> None:
     asked = planned(original, Budget(bits=2.6, importance="none", lattice=True)).account
     assert asked["least"] < planned(original, Budget(bits=2.6, importance="none")).account["least"]
     assert any("e8p-2" in row["format"] for row in asked["choices"])
+    more = planned(original, Budget(bits=3.4, importance="none", lattice=True)).account
+    assert any(row["format"] in ("e8p-3", "e8p-4") for row in more["choices"])
+    assert more["loss"] < planned(original, Budget(bits=3.4, importance="none")).account["loss"]
     least = planned(original, Budget(bits=2.6, importance="none")).account["least"]
     assert least > planned(original, Budget(bits=2.35, importance="none")).account["least"]
 

@@ -42,8 +42,8 @@ FORMATS: tuple[AnyFormat, ...] = tuple(
     )
 )
 """Those on the convex hull of bytes against error that kernels run at full speed."""
-LATTICE = parse_format("e8p-2")
-"""Fewer bytes than all of them, and slower: for budgets that they do not meet, and where it is asked for."""
+LATTICES = tuple(parse_format(f"e8p-{bits}") for bits in (2, 3, 4))
+"""Slower, and better for their bytes: where asked for. The first also for budgets that the others do not meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +102,10 @@ def ask(
     bound = int(budget.bits * weights / 8) if budget.bits is not None else budget.nbytes - beside
     least = sum(min(_nbytes(plan, unit) for plan in plans) for unit in units)
     most = sum(max(_nbytes(plan, unit) for plan in plans) for unit in units)
-    if bound < least or budget.lattice:
-        candidates.append(Candidate(format=LATTICE))
-        plans.append(planned(candidates[-1]))
-        least = sum(min(_nbytes(plan, unit) for plan in plans) for unit in units)
+    lattices = LATTICES if budget.lattice else LATTICES[:1] if bound < least else ()
+    candidates += [Candidate(format=fmt) for fmt in lattices]
+    plans += [planned(c) for c in candidates[len(plans) :]]
+    least = sum(min(_nbytes(plan, unit) for plan in plans) for unit in units)
     # Memory that is left over does no harm.
     if bound < least or (bound > most and budget.fit is None):
         raise BudgetError(budget.impossible(least + beside, most + beside, weights))

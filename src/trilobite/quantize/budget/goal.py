@@ -19,7 +19,7 @@ class Budget:
     bits: mean bits of a weight of the body (attention, MLPs, experts), scales and padding included
     size: bytes of all files    fit: bytes of memory, of which `reserved` are for other things than weights
     per_expert: experts of a layer may differ    ranks: of compensators to try, as in a rule
-    lattice: e8p-2 is to be tried even where the formats of integers meet the bound
+    lattice: e8p-2, e8p-3 and e8p-4 are to be tried even where the formats of integers meet the bound
     method: how codes are found, `search` or `gptq`; lattice codes by `ldlq` beside the latter
     keep: roles that stay in 16 bit
     columns, importance: as in a recipe, or "auto": the best that the architecture allows without passes of its own
