@@ -52,6 +52,7 @@ IK_TYPES = ("IQ2_KT", "IQ2_KS", "IQ2_K", "IQ2_KL", "IQ3_KT", "IQ3_KS", "IQ3_K", 
 BUDGETS = (2.05, 2.25, 2.5, 3.0, 3.25, 3.5, 4.0, 4.5)
 LATTICE = (2.5, 3.0, 3.25, 4.0)
 SAMPLES = 128
+TITLES = {"free": "Without data of the user's", "text": "With a text"}
 HEAD = "lm_head.weight"
 
 
@@ -207,14 +208,13 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, dict[str, Found]
 
 def report(found: Mapping[str, Mapping[str, Found]], head: str) -> str:
     """A table for each kind, by bits."""
-    titles = {"free": "Without data of the user's", "text": "With a text"}
     parts = [head]
     for kind, rows in found.items():
         cells = [
             (name, f"{row.bits:.2f}", f"{row.kl:.4f}")
             for name, row in sorted(rows.items(), key=lambda item: item[1].bits)
         ]
-        parts.append(f"{titles[kind]}:\n\n{table(('recipe or type', 'bits', 'KL'), cells)}")
+        parts.append(f"{TITLES[kind]}:\n\n{table(('recipe or type', 'bits', 'KL'), cells)}")
     return "\n\n".join(parts)
 
 

@@ -25,6 +25,7 @@ from benchmarks.quality import (
     offload_traces,
     pareto,
     peers,
+    peers_plot,
     planner,
     proxy_bound,
     published,
@@ -321,6 +322,20 @@ def test_sensitivity(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     moved = sensitivity.mean(sensitivity.levelled([one, other]))
     # Means of what both know are .5 and 4: all moves to 2.25.
     assert moved["a: b"] == pytest.approx([(1.75 + 1.25) / 2, (2.75 + 3.25) / 2, 3.75])
+
+
+def test_peers_plot(run: Any, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    worse = page.replace("| **--bits 3.5**", "| IQ3_S | 3.50 | 0.0001 |\n| **--bits 3.5**")
+    (tmp_path / "worse.md").write_text(worse, encoding="utf-8")
+    figure = tmp_path / "peers.png"
+    before = run(peers_plot, "--figure", figure)["beaten"]
+    after = run(peers_plot, "--figure", figure, "--page", tmp_path / "worse.md")["beaten"]
+    assert figure.stat().st_size > 10_000
+    assert "--bits 3.5" not in before["tiny-mixtral"]["free"]
+    assert "--bits 3.5" in after["tiny-mixtral"]["free"]
+    with pytest.raises(SystemExit, match="no table of"):
+        run(peers_plot, "--page", ROOT / "README.md", "--figure", tmp_path / "none.png")
 
 
 def test_pareto(run: Any, tmp_path: Path) -> None:
