@@ -6,8 +6,9 @@
 model (same shapes, Q3_K), the same clients, slots and threads.
 Every client sends one prompt at the same moment and reads its answer as a stream; nobody's prompt is in the cache.
 `generate` runs the same prompts as one batch of transformers' `generate`, without HTTP. Tokens per second are those of
-all answers together, from the first request to the last token, so that reading the prompts counts. The ratio of a
-client alone to `generate` is what server and continuous batching cost. The last line is JSON.
+all answers together, from the first request to the last token, so that reading the prompts counts. All take turns,
+`--repeat` times, since memory differs from minute to minute; medians. The ratio of a client alone to `generate` is what
+server and continuous batching cost. The last line is JSON.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -96,39 +98,22 @@ async def burst(
     return sum(n for _, n in found) / seconds, statistics.median(first for first, _ in found)
 
 
-def served(
-    folder: Path, prompts: Prompts, options: argparse.Namespace, progress: Callable[[str], None]
-) -> Iterator[tuple[int, float, float]]:
-    """Clients, tokens per second, seconds until the first token."""
+Run = Callable[[int], tuple[float, float]]
+"""Of so many clients: tokens per second of all together, and the median of seconds until their first tokens."""
+
+
+@contextmanager
+def served(folder: Path, prompts: Prompts, options: argparse.Namespace) -> Iterator[Run]:
+    """Our server, in a process of its own."""
     context = prompts.tokens + options.tokens
     slots, threads = max(options.clients), torch.get_num_threads()
     with serving(folder, "--slots", slots, "--context", context, threads=threads) as server:
-        yield from bursts(server.url, prompts, options, progress)
+        yield lambda clients: asyncio.run(burst(server.url, prompts.draw(clients), options.tokens))
 
 
-def bursts(
-    url: str,
-    prompts: Prompts,
-    options: argparse.Namespace,
-    progress: Callable[[str], None],
-    *,
-    words: bool = True,
-) -> Iterator[tuple[int, float, float]]:
-    """Clients, tokens per second, seconds until the first token; of a server that runs."""
-    asyncio.run(burst(url, prompts.draw(1), 4, words=words))
-    for clients in options.clients:
-        progress(f"{clients} clients")
-        runs = [
-            asyncio.run(burst(url, prompts.draw(clients), options.tokens, words=words))
-            for _ in range(options.repeat)
-        ]
-        yield clients, max(r[0] for r in runs), min(r[1] for r in runs)
-
-
-def llama(
-    file: Path, prompts: Prompts, options: argparse.Namespace, progress: Callable[[str], None]
-) -> Iterator[tuple[int, float, float]]:
-    """The same for llama.cpp's server."""
+@contextmanager
+def llama(file: Path, prompts: Prompts, options: argparse.Namespace) -> Iterator[Run]:
+    """llama.cpp's server."""
     slots, port = max(options.clients), free_port()
     context = slots * (prompts.tokens + options.tokens + 8)
     command = [options.llama, "-m", file, "-t", torch.get_num_threads(), "-c", context, "-np", slots]
@@ -142,7 +127,7 @@ def llama(
             if process.poll() is not None:
                 raise SystemExit(f"{options.llama} ended with {process.returncode}")
             time.sleep(0.2)
-        yield from bursts(url, prompts, options, lambda m: progress(f"llama-server, {m}"), words=False)
+        yield lambda clients: asyncio.run(burst(url, prompts.draw(clients), options.tokens, words=False))
     finally:
         process.terminate()
         process.wait(60)
@@ -162,13 +147,12 @@ def _healthy(url: str) -> bool:
         return False
 
 
-@torch.inference_mode()
-def generated(
-    folder: Path, prompts: Prompts, options: argparse.Namespace, progress: Callable[[str], None]
-) -> Iterator[tuple[int, float, float]]:
-    """The same for batches of `generate`."""
+@contextmanager
+def generated(folder: Path, prompts: Prompts, options: argparse.Namespace) -> Iterator[Run]:
+    """Batches of `generate`, in this process."""
     model = load(str(folder))
 
+    @torch.inference_mode()
     def run(batch: int, tokens: int) -> float:
         ids = torch.tensor(prompts.draw(batch))
         started = time.perf_counter()
@@ -182,11 +166,7 @@ def generated(
         )
         return time.perf_counter() - started
 
-    run(1, 4)
-    for batch in options.clients:
-        progress(f"generate, batch {batch}")
-        seconds = min(run(batch, options.tokens) for _ in range(options.repeat))
-        yield batch, batch * options.tokens / seconds, min(run(batch, 1) for _ in range(options.repeat))
+    yield lambda batch: (batch * options.tokens / run(batch, options.tokens), run(batch, 1))
 
 
 def measure(
@@ -194,34 +174,54 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row for each number of clients. file: for llama.cpp."""
     prompts = Prompts(write_tokenizer(folder), options.prompt)
-    alone = {b: found for b, *found in generated(folder, prompts, options, progress)}
-    beside = {b: found for b, *found in llama(file, prompts, options, progress)} if file else {}
-    rows = []
-    for clients, speed, first in served(folder, prompts, options, progress):
-        reference, reference_first = alone[clients]
-        row = {"clients": clients, "tokens_per_second": speed, "first_token": first}
-        row |= {"generate": reference, "generate_first_token": reference_first, "ratio": speed / reference}
-        if clients in beside:
-            row |= dict(zip(("llama", "llama_first_token"), beside[clients], strict=True))
-        rows.append({name: round(value, 4) for name, value in row.items()})
+    with ExitStack() as stack:
+        runs = {
+            "serve": stack.enter_context(served(folder, prompts, options)),
+            "generate": stack.enter_context(generated(folder, prompts, options)),
+        }
+        if file is not None:
+            runs["llama"] = stack.enter_context(llama(file, prompts, options))
+        for run in runs.values():
+            run(1)
+        rows = []
+        for clients in options.clients:
+            progress(f"{clients} clients")
+            rows.append({"clients": clients} | _in_turns(runs, clients, options.repeat))
     return rows
+
+
+def _in_turns(runs: dict[str, Run], clients: int, repeat: int) -> dict[str, float]:
+    """The median of what each does in its turns, and of the ratios of turns beside each other."""
+    turns = [{name: run(clients) for name, run in runs.items()} for _ in range(repeat)]
+    row: dict[str, float] = {}
+    for name in runs:
+        row[name] = statistics.median(turn[name][0] for turn in turns)
+        row[f"{name}_first_token"] = statistics.median(turn[name][1] for turn in turns)
+    row["ratio"] = statistics.median(turn["serve"][0] / turn["generate"][0] for turn in turns)
+    if "llama" in runs:
+        row["llama_ratio"] = statistics.median(turn["serve"][0] / turn["llama"][0] for turn in turns)
+    return {name: round(value, 4) for name, value in row.items()}
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
-    columns = {"tokens_per_second": "tokens/s", "first_token": "first token"}
+    columns = {"serve": "tokens/s", "serve_first_token": "first token"}
     columns |= {
         "generate": "`generate` tokens/s",
         "generate_first_token": "its first token",
         "ratio": "ratio",
     }
     if "llama" in rows[0]:
-        columns |= {"llama": "llama-server tokens/s", "llama_first_token": "its first token"}
+        columns |= {
+            "llama": "llama-server tokens/s",
+            "llama_first_token": "its first token",
+            "llama_ratio": "ratio",
+        }
 
     def cell(name: str, value: float) -> str:
         if name.endswith("first_token"):
             return f"{value:.2f} s"
-        return f"{value:.2f}" if name == "ratio" else f"{value:.1f}"
+        return f"{value:.2f}" if name.endswith("ratio") else f"{value:.1f}"
 
     lines = [(str(r["clients"]), *(cell(name, r[name]) for name in columns)) for r in rows]
     return table(("clients", *columns.values()), lines)
@@ -236,7 +236,7 @@ def main() -> None:
     options.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16])
     options.add_argument("--prompt", type=int, default=128)
     options.add_argument("--tokens", type=int, default=64)
-    options.add_argument("--repeat", type=int, default=1)
+    options.add_argument("--repeat", type=int, default=3)
     add_page(options, MARKER)
     add_output(options)
     options.add_argument("--llama", help="llama.cpp's llama-server")
