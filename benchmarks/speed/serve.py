@@ -8,7 +8,8 @@ Every client sends one prompt at the same moment and reads its answer as a strea
 `generate` runs the same prompts as one batch of transformers' `generate`, without HTTP. Tokens per second are those of
 all answers together, from the first request to the last token, so that reading the prompts counts. All take turns,
 `--repeat` times, since memory differs from minute to minute; medians. The ratio of a client alone to `generate` is what
-server and continuous batching cost. The last line is JSON.
+server and continuous batching cost. "int8" is our server with `--activations int8`, as llama.cpp multiplies always. The
+last line is JSON.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_output, add_page, parser, publish
 from benchmarks.lib.whole_models import packed_models
 from tools.serving import serving
+from trilobite.kernels.cpu import engine
 from trilobite.runtime.load import load
 
 MARKER = "serving"
@@ -103,11 +105,14 @@ Run = Callable[[int], tuple[float, float]]
 
 
 @contextmanager
-def served(folder: Path, prompts: Prompts, options: argparse.Namespace) -> Iterator[Run]:
+def served(
+    folder: Path, prompts: Prompts, options: argparse.Namespace, activations: str = "exact"
+) -> Iterator[Run]:
     """Our server, in a process of its own."""
     context = prompts.tokens + options.tokens
     slots, threads = max(options.clients), torch.get_num_threads()
-    with serving(folder, "--slots", slots, "--context", context, threads=threads) as server:
+    arguments = ("--slots", slots, "--context", context, "--activations", activations)
+    with serving(folder, *arguments, threads=threads) as server:
         yield lambda clients: asyncio.run(burst(server.url, prompts.draw(clients), options.tokens))
 
 
@@ -179,6 +184,8 @@ def measure(
             "serve": stack.enter_context(served(folder, prompts, options)),
             "generate": stack.enter_context(generated(folder, prompts, options)),
         }
+        if engine.available():
+            runs["int8"] = stack.enter_context(served(folder, prompts, options, "int8"))
         if file is not None:
             runs["llama"] = stack.enter_context(llama(file, prompts, options))
         for run in runs.values():
@@ -211,11 +218,13 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         "generate_first_token": "its first token",
         "ratio": "ratio",
     }
+    if "int8" in rows[0]:
+        columns |= {"int8": "int8 tokens/s", "int8_first_token": "its first token"}
     if "llama" in rows[0]:
         columns |= {
             "llama": "llama-server tokens/s",
             "llama_first_token": "its first token",
-            "llama_ratio": "ratio",
+            "llama_ratio": "ratio to it",
         }
 
     def cell(name: str, value: float) -> str:
