@@ -10,8 +10,8 @@ original with the loops of `trilobite translate`. Tokens are those of the transl
 random, so experts are drawn by the shares that the trained model's decoder gives its own, and sentences end where their
 references do. A cell is the best of its rounds, in which the ways of pruning take turns, and of the cycles, in which
 the models do: the machine is not as fast in every minute. Every model has a process of its own, whose peak of resident
-memory counts Python and torch, too. Where ctranslate2 is installed (pip install ctranslate2) it runs a dense T5 of random
-weights beside a Switch model, of the size that a token meets in that.
+memory counts Python and torch, too. Where ctranslate2 is installed (pip install ctranslate2) it runs a dense T5 of
+random weights beside a Switch model, of the size that a token meets in that.
 """
 
 import argparse
