@@ -39,7 +39,7 @@ NONSENSE = (
     b"\xff\xfe{}",
 )
 MEMORY = 0.05
-"""Share by which memory may grow after the first quarter of the requests."""
+"""Share by which memory may grow between the end of the first quarter of the requests and that of all."""
 
 Expected = Mapping[tuple[str, int], str]
 
@@ -77,25 +77,29 @@ class Load:
     def __init__(self, server: Server, expected: Expected, requests: int) -> None:
         """expected: what `expected_texts` makes of the server's model."""
         self.server, self.expected = server, expected
-        self.total = self.left = requests
+        self.requests, self.left = requests, 0
         self.random = random.Random(7)
         self.report = Report()
 
     async def run(self, clients: int) -> Report:
         """All requests, by so many clients at a time."""
         async with httpx.AsyncClient(base_url=self.server.url, timeout=300, limits=_limits(clients)) as http:
-            await asyncio.gather(*(self._client(http) for _ in range(clients)))
-            await asyncio.sleep(1)
-            self.report.end = self.server.resident()
+            self.report.warm = await self._burst(http, clients, self.requests // 4)
+            self.report.end = await self._burst(http, clients, self.requests - self.requests // 4)
             metrics = (await http.get("/metrics")).text
             self.report.left = float(re.findall(r"^trilobite_texts (\S+)", metrics, re.MULTILINE)[0])
         return self.report
 
+    async def _burst(self, http: httpx.AsyncClient, clients: int, requests: int) -> int:
+        """Bytes of memory once all are answered and nobody asks."""
+        self.left = requests
+        await asyncio.gather(*(self._client(http) for _ in range(clients)))
+        await asyncio.sleep(1)
+        return self.server.resident()
+
     async def _client(self, http: httpx.AsyncClient) -> None:
         while self.left:
             self.left -= 1
-            if self.left == self.total * 3 // 4:
-                self.report.warm = self.server.resident()
             drawn = self.random.random()
             if drawn < 0.05:
                 await self._malformed(http)

@@ -9,13 +9,13 @@ The last line is JSON.
 """
 
 import argparse
+import asyncio
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import ROOT, add_output, add_page, add_work, parser, publish
 from benchmarks.lib.whole_models import make_checkpoint
-from benchmarks.speed.serve import Prompts, bursts, free_port, served, write_tokenizer
+from benchmarks.speed.serve import Prompts, Run, burst, free_port, served, write_tokenizer
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 
@@ -49,11 +49,11 @@ def models(work: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def vllm(python: Path, folder: Path, length: int, *, eager: bool) -> Iterator[str]:
-    """The address of a vLLM server, until the block ends."""
-    port = free_port()
+def vllm(folder: Path, prompts: Prompts, options: argparse.Namespace) -> Iterator[Run]:
+    """vLLM's server, in its environment."""
+    port, length = free_port(), 2 * (prompts.tokens + options.tokens)
     command = [
-        python,
+        options.vllm,
         "-m",
         "support.vllm_command",
         "serve",
@@ -84,7 +84,7 @@ def vllm(python: Path, folder: Path, length: int, *, eager: bool) -> Iterator[st
             if process.poll() is not None:
                 raise SystemExit(f"vLLM ended with {process.returncode}")
             time.sleep(0.5)
-        yield url
+        yield lambda clients: asyncio.run(burst(url, prompts.draw(clients), options.tokens, words=False))
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
@@ -98,16 +98,20 @@ def _healthy(url: str) -> bool:
 
 
 def measure(server: str, folder: Path, options: argparse.Namespace) -> dict[int, tuple[float, float]]:
-    """Clients -> tokens per second, seconds until the first token."""
+    """Clients -> tokens per second, seconds until the first token: the best of the runs."""
     prompts = Prompts(write_tokenizer(folder), options.prompt)
-    progress = partial(print, f"{server}:", flush=True)
     if server == "serve":
-        return {
-            clients: (speed, first) for clients, speed, first in served(folder, prompts, options, progress)
-        }
-    with vllm(options.vllm, folder, 2 * (options.prompt + options.tokens), eager=options.eager) as url:
-        found = bursts(url, prompts, options, progress, words=False)
-        return {clients: (speed, first) for clients, speed, first in found}
+        running = served(folder, prompts, options)
+    else:
+        running = vllm(options.vllm, folder, prompts, options)
+    found = {}
+    with running as run:
+        run(1)
+        for clients in options.clients:
+            print(f"{server}: {clients} clients", flush=True)
+            speeds, firsts = zip(*(run(clients) for _ in range(options.repeat)), strict=True)
+            found[clients] = max(speeds), min(firsts)
+    return found
 
 
 def report(found: dict[str, dict[int, tuple[float, float]]]) -> str:
@@ -128,7 +132,6 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64)
     options.add_argument("--repeat", type=int, default=2)
     options.add_argument("--vllm", type=Path, default=PYTHON, help="python of the environment with vLLM")
-    options.add_argument("--eager", action="store_true", help="let vLLM compile nothing: it starts faster")
     add_work(options, "the two models stay here for reuse")
     add_page(options, MARKER)
     add_output(options)
