@@ -103,7 +103,7 @@ def measure(server: str, folder: Path, options: argparse.Namespace) -> dict[int,
     if server == "serve":
         running = served(folder, prompts, options)
     else:
-        running = vllm(options.vllm, folder, prompts, options)
+        running = vllm(folder, prompts, options)
     found = {}
     with running as run:
         run(1)
