@@ -21,6 +21,7 @@ constexpr auto rows_tier = rows_vectors;
 #include "kernel/low_rank.h"
 #include "kernel/activation.h"
 #include "kernel/attention.h"
+#include "kernel/small.h"
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
 #include "kernel/quantize_super.h"
@@ -29,7 +30,7 @@ constexpr auto rows_tier = rows_vectors;
 
 extern const Tier TRILOBITE_TIER;
 const Tier TRILOBITE_TIER = {
-    TRILOBITE_TIER_NAME, 0,          parts_vectors, quantize_block, quantize_columns, rows_vectors,
-    low_rank_v,          low_rank_u, activate,      attend,         attend_join,      store_floats,
-    read_bytes,          spin,       rotate,        quantize_tile,  quantize_span};
+    TRILOBITE_TIER_NAME, 0,        parts_vectors, quantize_block, quantize_columns, rows_vectors, low_rank_v,
+    low_rank_u,          activate, attend,        attend_join,    store_floats,     map_elements, sum_rows,
+    read_bytes,          spin,     rotate,        quantize_tile,  quantize_span};
 }  // namespace trilobite

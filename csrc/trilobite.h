@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 10
+#define TRILOBITE_ABI 11
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -109,6 +109,61 @@ typedef struct {
 } trilobite_attention_args;
 
 TRILOBITE_API int trilobite_attention(const trilobite_attention_args *args);
+
+// What a node of a decoding step does. Up to RSQRT: out = a op b, element by element, results rounded to the type of out;
+// then sums of rows, a row of a table, and the operators above on addresses that stay.
+enum trilobite_step_kind {
+  TRILOBITE_COPY = 0,
+  TRILOBITE_ADD = 1,
+  TRILOBITE_SUBTRACT = 2,
+  TRILOBITE_MULTIPLY = 3,
+  TRILOBITE_DIVIDE = 4,
+  TRILOBITE_NEGATE = 5,
+  TRILOBITE_SQUARE = 6,
+  TRILOBITE_RSQRT = 7,
+  TRILOBITE_SUM = 8,
+  TRILOBITE_GATHER = 9,
+  TRILOBITE_LINEAR = 10,
+  TRILOBITE_EXPERTS = 11,
+  TRILOBITE_APPEND = 12,
+  TRILOBITE_ATTEND = 13
+};
+
+#define TRILOBITE_DIMENSIONS 4
+
+// A tensor of up to four dimensions; strides count elements, 0 where it is repeated.
+typedef struct {
+  void *data;
+  int64_t dtype, stride[TRILOBITE_DIMENSIONS];
+} trilobite_operand;
+
+// Keys and values of one layer of one text: rows [first, end) of k and v, [capacity, heads, width], dense.
+typedef struct {
+  void *k, *v;
+  const int64_t *rows;  // [capacity]: 0, 1 ..
+  int64_t first, end, capacity;
+} trilobite_step_cache;
+
+// Element by element: over `shape`; b without data is `number`.
+// SUM: out [.., shape[2]] = sums of the dense rows of a, fp32, `shape[3]` wide, divided by `number`; torch adds up `lanes`
+//   values at a time.
+// GATHER: out, `shape[3]` bytes, = row number *(int64_t *)b of a, which has `shape[2]` rows.
+// LINEAR: `call` is a trilobite_matrix; out = a W^T + b. EXPERTS: a trilobite_experts_args, whose threads are those of the
+//   step unless positive.
+// APPEND: a and b, [heads = shape[2], width = shape[3]] at strides of `stride[2]` elements, `lanes` values of b to a head,
+//   become row `end` of the trilobite_step_cache `call`, which grows; what b is narrower becomes zeros.
+// ATTEND: `call` is that cache; a: the queries [shape[1], shape[3]], dense; shape[2] heads of the cache; out dense, as wide
+//   as the keys; `number` is the scale.
+typedef struct {
+  int64_t kind, shape[TRILOBITE_DIMENSIONS];
+  trilobite_operand out, a, b;
+  int64_t lanes, digits, threads;
+  float number;
+  void *call;
+} trilobite_step_node;
+
+// Runs nodes one after the other; with `threads` where a node has none of its own.
+TRILOBITE_API int trilobite_step(const trilobite_step_node *nodes, int64_t count, int64_t threads);
 
 // The last error of the calling thread, one line.
 TRILOBITE_API const char *trilobite_error(void);

@@ -128,6 +128,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime/modules": set(),
     "runtime/generate": set(),
     "runtime/offload": {"modules"},
+    "runtime/step": {"modules"},
     "runtime/translate": {"generate", "modules"},
 }
 """What a room may import of the rooms beside it; the files that lie between rooms are for all of them."""

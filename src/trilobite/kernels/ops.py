@@ -24,6 +24,15 @@ from trilobite.kernels.cpu.bound import Binding as Binding
 from trilobite.kernels.cpu.bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu.bound import BoundLinear as BoundLinear
 from trilobite.kernels.cpu.bound import Sums as Sums
+from trilobite.kernels.cpu.native import StepCache as StepCache
+from trilobite.kernels.cpu.native import StepNode as StepNode
+from trilobite.kernels.cpu.step import Kind as Kind
+from trilobite.kernels.cpu.step import append_row as append_row
+from trilobite.kernels.cpu.step import attend_cached as attend_cached
+from trilobite.kernels.cpu.step import elementwise as elementwise
+from trilobite.kernels.cpu.step import gather as gather
+from trilobite.kernels.cpu.step import row_sums as row_sums
+from trilobite.kernels.cpu.step import run_nodes as run_nodes
 from trilobite.kernels.expert_table import check_routing
 from trilobite.kernels.layer import (
     EXACT,

@@ -1,6 +1,9 @@
 """Attention of models on the CPU: a step of decoding reads keys and values where they lie, natively."""
 
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,35 @@ ATTENTION = "trilobite"
 """Its name in transformers' registry."""
 
 
+class Observer(Protocol):
+    """Who writes down the calls of the engine's attention."""
+
+    def silence(self) -> AbstractContextManager[None]:
+        """While what torch does belongs to a call that is written down as one."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any, made: Tensor
+    ) -> None:
+        """One call, its arguments and what it made."""
+
+
+class _Observed(threading.local):
+    observer: Observer | None = None
+
+
+_observed = _Observed()
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """For the while, tell of every call in this thread."""
+    _observed.observer = observer
+    try:
+        yield
+    finally:
+        _observed.observer = None
+
+
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -24,19 +56,36 @@ def attention(
     attention_mask: [B, 1, T, S] bool, or what `sdpa` takes
     returns: [B, T, heads, D]    The keyword arguments are those of transformers' attention functions.
     """
+    observer = _observed.observer
+    if observer is None:
+        made = _natively(query, key, value, attention_mask, kwargs)
+    else:
+        with observer.silence():
+            made = _natively(query, key, value, attention_mask, kwargs)
+        if made is not None:
+            observer.attend(query, key, value, attention_mask, kwargs, made)
+    if made is not None:
+        return made, None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+
+def _natively(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """A step of decoding by the engine: [B, 1, heads, D]; None where `sdpa` has to do it."""
     width = value.shape[3]
     if query.shape[2] == 1 and width < key.shape[3] and attends(query):
         value = pad(value, (0, key.shape[3] - width))
-    if _is_step(query, key, value, kwargs):
-        read = _read(key, attention_mask)
-        if read is not None:
-            (batch, kv_heads, length, wide), (apart, heads, row, _) = key.shape, key.stride()
-            shape = (batch - 1) * (apart // row) + length, kv_heads, wide
-            keys, values = (t.as_strided(shape, (row, heads, 1)) for t in (key, value))
-            made = attend(query[:, :, 0], keys, values, *read, scale=kwargs.get("scaling"))
-            return made[:, None, :, :width], None
-    value = value[..., :width]
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    if not _is_step(query, key, value, kwargs):
+        return None
+    read = _read(key, mask)
+    if read is None:
+        return None
+    (batch, kv_heads, length, wide), (apart, heads, row, _) = key.shape, key.stride()
+    shape = (batch - 1) * (apart // row) + length, kv_heads, wide
+    keys, values = (t.as_strided(shape, (row, heads, 1)) for t in (key, value))
+    made = attend(query[:, :, 0], keys, values, *read, scale=kwargs.get("scaling"))
+    return made[:, None, :, :width]
 
 
 def _is_step(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:

@@ -37,6 +37,7 @@ from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier
 from trilobite.runtime.offload.plan import AUTO, GpuMemory, Offload
 from trilobite.runtime.offload.streaming import bound
+from trilobite.runtime.step.replay import replay_steps
 
 EXPERT_PART = re.compile(r"(.*\.experts)\.(?:expert_)?\d+\..*\.weight_")
 """Name of a part of a packed expert, after that of its layer's experts."""
@@ -112,6 +113,7 @@ def load(
     model = _to_device(model, device)
     if device == "cpu":
         bound(model, source, tensors, memory)
+        replay_steps(model)
     return model
 
 

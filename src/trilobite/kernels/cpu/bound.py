@@ -14,8 +14,9 @@ from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
-from trilobite.kernels.cpu import engine
+from trilobite.kernels.cpu import engine, native
 from trilobite.kernels.cpu.matrix import lattice_matrix, matrix
+from trilobite.kernels.cpu.step import Kind, dense_operand
 from trilobite.kernels.expert_table import has_lattice
 from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 
@@ -92,6 +93,25 @@ class BoundLinear(_Bound):
         bias = self._bias_address, self._bias_dtype
         return engine.run_linear(x, self._address, self._rows, *bias, self._digits, self._threads)
 
+    def node(self, x: Tensor, y: Tensor) -> native.StepNode:
+        """This call as a node of a step, on tensors that keep their places; the node needs this object's memory.
+
+        x: [..., K] and y: [..., N], dense, of one dtype. Raises ShapeError.
+        """
+        if x.shape[-1] != self._k or y.shape != (*x.shape[:-1], self._rows):
+            raise ShapeError(f"linear: x is {list(x.shape)}, y is {list(y.shape)}")
+        bias = native.Operand(self._bias_address, self._bias_dtype)
+        return native.StepNode(
+            Kind.LINEAR,
+            (0, 0, x.numel() // self._k, 0),
+            dense_operand(y),
+            dense_operand(x),
+            bias,
+            digits=self._digits,
+            threads=self._threads or 0,
+            call=self._address,
+        )
+
 
 class BoundExperts(_Bound):
     """`engine.experts` with one layer. Raises ShapeError or ArchitectureError when its parts do not fit."""
@@ -108,6 +128,17 @@ class BoundExperts(_Bound):
     ) -> Tensor:
         """x: [T, H] -> [T, H] in x.dtype. sums: as in `engine.run_experts`, where `sums_up`. Raises ShapeError."""
         return engine.run_experts(x, top_k_index, top_k_weights, self._args, self._threads, sums)
+
+    def node(
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, y: Tensor
+    ) -> tuple[native.StepNode, native.ExpertsArgs]:
+        """This call as a node of a step, on dense tensors that keep their places, and the arguments that it points to.
+
+        The node needs this object's memory. Raises ShapeError.
+        """
+        args = engine.experts_call(self._args, x, top_k_index, top_k_weights, y)
+        node = native.StepNode(Kind.EXPERTS, threads=self._threads or 0, call=ctypes.addressof(args))
+        return node, args
 
     def parts(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> "Sums":
         """A call in several, where `sums_up`."""

@@ -277,6 +277,20 @@ def experts_args(
     return args, (slab, table, gate_up_bias, down_bias)
 
 
+def experts_call(
+    checked: native.ExpertsArgs, x: Tensor, index: Tensor, weights: Tensor, y: Tensor
+) -> native.ExpertsArgs:
+    """A checked layer on these tensors: dense, y like x, their routing checked too. Raises ShapeError."""
+    if x.shape[1] != checked.hidden:
+        raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={checked.hidden}")
+    args = native.ExpertsArgs.from_buffer_copy(checked)
+    args.x, args.index, args.weights = x.data_ptr(), index.data_ptr(), weights.data_ptr()
+    args.y, args.dtype = y.data_ptr(), dtype_code(x, "experts: x")
+    args.weights_dtype = dtype_code(weights, "experts: top_k_weights")
+    args.index_bytes, (args.tokens, args.active) = index.element_size(), index.shape
+    return args
+
+
 def run_experts(
     x: Tensor,
     top_k_index: Tensor,
@@ -297,18 +311,12 @@ def run_experts(
         raise ShapeError(
             f"experts: sums are {list(sums.shape)} {sums.dtype}, expected {list(x.shape)} float32"
         )
-    if x.shape[1] != checked.hidden:
-        raise ShapeError(f"experts: x is {list(x.shape)}, the experts have H={checked.hidden}")
-    dtype, weights_dtype = dtype_code(x, "experts: x"), dtype_code(top_k_weights, "experts: top_k_weights")
     x, index = dense(x, "experts: x"), dense(top_k_index, "experts: top_k_index")
     weights = dense(top_k_weights, "experts: top_k_weights")
-    if index.numel() == 0:
-        return torch.zeros_like(x)
     y = torch.empty_like(x)
-    args = native.ExpertsArgs.from_buffer_copy(checked)
-    args.x, args.index, args.weights = x.data_ptr(), index.data_ptr(), weights.data_ptr()
-    args.y, args.dtype, args.weights_dtype = y.data_ptr(), dtype, weights_dtype
-    args.index_bytes, (args.tokens, args.active) = index.element_size(), index.shape
+    args = experts_call(checked, x, index, weights, y)
+    if index.numel() == 0:
+        return y.zero_()
     args.threads, args.sums = team(threads), None if sums is None else sums.data_ptr()
     assert _lib is not None
     _lib.trilobite_experts(ctypes.addressof(args))

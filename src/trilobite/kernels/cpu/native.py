@@ -75,6 +75,38 @@ class AttentionArgs(Structure):
     )
 
 
+DIMENSIONS = 4
+"""TRILOBITE_DIMENSIONS."""
+
+
+class Operand(Structure):
+    """`trilobite_operand`."""
+
+    _fields_ = (("data", c_void_p), ("dtype", c_int64), ("stride", c_int64 * DIMENSIONS))
+
+
+class StepCache(Structure):
+    """`trilobite_step_cache`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "rows")),
+        *((name, c_int64) for name in ("first", "end", "capacity")),
+    )
+
+
+class StepNode(Structure):
+    """`trilobite_step_node`."""
+
+    _fields_ = (
+        ("kind", c_int64),
+        ("shape", c_int64 * DIMENSIONS),
+        *((name, Operand) for name in ("out", "a", "b")),
+        *((name, c_int64) for name in ("lanes", "digits", "threads")),
+        ("number", c_float),
+        ("call", c_void_p),
+    )
+
+
 def _candidates() -> Iterator[Path]:
     if os.environ.get(VARIABLE):
         yield Path(os.environ[VARIABLE])
@@ -85,13 +117,13 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 10
+ABI = 11
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 
 EXHAUSTED = -2
 """TRILOBITE_EXHAUSTED."""
-CHECKED = ("linear", "rotate", "experts", "attention", "quantize", "read_seconds", "peak_macs")
+CHECKED = ("linear", "rotate", "experts", "attention", "step", "quantize", "read_seconds", "peak_macs")
 """Functions that return less than 0 after a failure."""
 
 
@@ -108,6 +140,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "rotate": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
         "experts": (c_int, [c_void_p]),
         "attention": (c_int, [c_void_p]),
+        "step": (c_int, [c_void_p, c_int64, c_int64]),
         "quantize": (c_int, [c_void_p]),
         "error": (c_char_p, []),
         "tier": (c_char_p, []),

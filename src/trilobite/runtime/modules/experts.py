@@ -175,6 +175,12 @@ class PackedExperts(PackedModule):
             y = y + unchanged(hidden_states, top_k_index, top_k_weights, self.num_experts)
         return y
 
+    @property
+    def plainly(self) -> bool:
+        """Whether its forward is the operator and nothing else."""
+        of_its_own = self.scales_inputs or self.post_expert_norm is not None or self.passes_on
+        return not of_its_own and self.sides[0] == self.hidden_size
+
     def _run(
         self, residence: "Residence[PackedExperts]", x: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor:

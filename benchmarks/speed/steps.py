@@ -1,0 +1,133 @@
+"""Steps of decoding, replayed and as transformers runs them, in turns in one process: what lies between the products.
+
+    python -m benchmarks.speed.steps PACKED.. --page docs/performance.md
+
+PACKED are folders that `trilobite compress` wrote. Every round runs a probe of the memory, some steps each way over the
+same cache, random tokens, and the packed matrices of a step alone: "outside" is what of a token's time is not theirs.
+All logits are compared bit by bit. The bound is the probe divided by the packed bytes that one step reads. The last
+line is JSON.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.lib.markdown import table
+from benchmarks.lib.script import add_output, add_page, parser, publish
+from benchmarks.lib.whole_models import step_bytes
+from trilobite.kernels import ops
+from trilobite.kernels.cpu import engine as cpu
+from trilobite.kernels.layer import CpuSettings
+from trilobite.runtime.load import load
+from trilobite.runtime.modules.swap import configure
+from trilobite.runtime.step.replay import COMPARED, Step
+
+MARKER = "speed-steps"
+PROBED = 512 << 20
+"""Bytes that the probe reads."""
+MATRICES = (ops.Kind.LINEAR, ops.Kind.EXPERTS)
+HEADER = (
+    "model",
+    "activations",
+    "packed matrices, ms",
+    "before, ms",
+    "outside",
+    "now, ms",
+    "outside",
+    "of the bound, before",
+    "now",
+    "tokens/s",
+    "probe GB/s",
+)
+
+
+def matrices(step: Step) -> tuple[Any, int]:
+    """The packed matrices of a step that is replayed, as nodes of their own."""
+    assert step.ready is not None
+    nodes = [n for call, args, _ in step.ready.steps if call is ops.run_nodes for n in args[0]]
+    chosen = [n for n in nodes if n.kind in MATRICES]
+    return (ops.StepNode * len(chosen))(*chosen), len(chosen)
+
+
+def timed(model: Any, cache: Any, tokens: Tensor) -> tuple[list[float], list[Tensor]]:
+    """Seconds of each step, and its logits."""
+    seconds, logits = [], []
+    for token in tokens:
+        started = time.perf_counter()
+        made = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True).logits
+        seconds.append(time.perf_counter() - started)
+        logits.append(made)
+    return seconds, logits
+
+
+@torch.inference_mode()
+def measure(model: Any, mode: str, options: argparse.Namespace) -> dict[str, float]:
+    """Medians over all steps, in seconds, and of the probe in GB/s."""
+    configure(model, CpuSettings(mode))
+    step, vocabulary = model.forward, model.config.vocab_size
+    memory = torch.ones(PROBED, dtype=torch.uint8)
+    cache = model(torch.randint(vocabulary, (1, options.prompt)), use_cache=True).past_key_values
+    timed(model, cache, torch.randint(vocabulary, (2 + COMPARED,)))
+    if step.ready is None:
+        raise SystemExit(f"error: {model.name_or_path}: steps are not replayed: {step.why}")
+    alone = matrices(step)
+    found: dict[str, list[float]] = {"before": [], "now": [], "matrices": [], "probe": []}
+    for _ in range(options.rounds):
+        tokens = torch.randint(vocabulary, (options.tokens,))
+        found["probe"].append(cpu.measure_read_bandwidth(memory, 1))
+        seconds, ours = timed(model, copy.deepcopy(cache), tokens)
+        found["now"] += seconds
+        for _ in range(options.tokens):
+            started = time.perf_counter()
+            ops.run_nodes(*alone)
+            found["matrices"].append(time.perf_counter() - started)
+        del model.forward
+        seconds, theirs = timed(model, copy.deepcopy(cache), tokens)
+        found["before"] += seconds
+        model.forward = step
+        if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            raise SystemExit("error: logits differ")
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def row(title: str, mode: str, found: dict[str, float], size: float) -> tuple[str, ...]:
+    """Of the table."""
+    bound = size / found["probe"] / 1e9
+    ways = [found["before"], found["now"]]
+    times = [cell for t in ways for cell in (f"{t * 1e3:.2f}", f"{1 - found['matrices'] / t:.0%}")]
+    shares = [f"{bound / t:.0%}" for t in ways]
+    rates = f"{1 / ways[0]:.1f} -> {1 / ways[1]:.1f}"
+    return (title, mode, f"{found['matrices'] * 1e3:.2f}", *times, *shares, rates, f"{found['probe']:.1f}")
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    options = parser(__doc__)
+    options.add_argument("packed", type=Path, nargs="+", help="packed models")
+    options.add_argument("--prompt", type=int, default=128)
+    options.add_argument("--tokens", type=int, default=16, help="steps of a round, each way")
+    options.add_argument("--rounds", type=int, default=6)
+    options.add_argument("--modes", nargs="+", default=["exact", "int8"])
+    add_page(options, MARKER)
+    add_output(options)
+    args = options.parse_args()
+    rows, summary = [], []
+    for folder in args.packed:
+        model = load(str(folder))
+        layers = model.config.num_hidden_layers
+        for mode in args.modes:
+            found = measure(model, mode, args)
+            rows.append(row(f"{folder.name}, {layers} layers", mode, found, step_bytes(model, 1)))
+            summary.append({"model": folder.name, "layers": layers, "mode": mode, **found})
+            print("  ".join(rows[-1]), flush=True)
+    publish(table(HEADER, rows), {"rows": summary}, page=args.page, marker=MARKER, output=args.output)
+
+
+if __name__ == "__main__":
+    main()

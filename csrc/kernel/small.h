@@ -1,0 +1,127 @@
+// The small operators of a decoding step, with the bits of torch's: every operator rounds its result to its element type.
+
+constexpr int64_t STEP_BLOCK = 512;  // elements in fp32 at a time
+
+static inline void load_some(const trilobite_operand &o, const uint8_t *at, int64_t count, float *out) {
+  const int64_t stride = o.stride[TRILOBITE_DIMENSIONS - 1];
+  if (stride == 1) return load_floats(at, (int)o.dtype, 0, count, out);
+  const float first = element(at, (int)o.dtype, 0);
+  for (int64_t i = 0; i < count; i++) out[i] = stride == 0 ? first : element(at, (int)o.dtype, i * stride);
+}
+
+static void store_some(const trilobite_operand &o, uint8_t *at, int64_t count, const float *x) {
+  const int64_t stride = o.stride[TRILOBITE_DIMENSIONS - 1], size = o.dtype == TRILOBITE_F32 ? 4 : 2;
+  if (stride == 1) return store_floats(x, count, at, (int)o.dtype);
+  for (int64_t i = 0; i < count; i++) store_floats(x + i, 1, at + i * stride * size, (int)o.dtype);
+}
+
+// a = a op b. One operation each, so nothing is contracted to a fused one.
+static inline void operate(int64_t kind, int64_t count, float *a, const float *b) {
+  switch (kind) {
+    case TRILOBITE_ADD:
+      for (int64_t i = 0; i < count; i++) a[i] = a[i] + b[i];
+      break;
+    case TRILOBITE_SUBTRACT:
+      for (int64_t i = 0; i < count; i++) a[i] = a[i] - b[i];
+      break;
+    case TRILOBITE_MULTIPLY:
+      for (int64_t i = 0; i < count; i++) a[i] = a[i] * b[i];
+      break;
+    case TRILOBITE_DIVIDE:
+      for (int64_t i = 0; i < count; i++) a[i] = a[i] / b[i];
+      break;
+    case TRILOBITE_NEGATE:
+      for (int64_t i = 0; i < count; i++) a[i] = -a[i];
+      break;
+    case TRILOBITE_SQUARE:
+      for (int64_t i = 0; i < count; i++) a[i] = a[i] * a[i];
+      break;
+    case TRILOBITE_RSQRT:
+      for (int64_t i = 0; i < count; i++) a[i] = 1.0f / sqrtf(a[i]);
+      break;
+    default: break;  // a copy
+  }
+}
+
+// The row of an operand at indices `at` of the outer dimensions.
+static inline uint8_t *row_of(const trilobite_operand &o, const int64_t *at) {
+  int64_t offset = 0;
+  for (int d = 0; d + 1 < TRILOBITE_DIMENSIONS; d++) offset += at[d] * o.stride[d];
+  return (uint8_t *)o.data + offset * (o.dtype == TRILOBITE_F32 ? 4 : 2);
+}
+
+// Row by row; where every row is dense, and all rows are in all operands, those are one.
+static void map_elements(const trilobite_step_node &n) {
+  const int64_t *shape = n.shape, width = shape[TRILOBITE_DIMENSIONS - 1];
+  float a[STEP_BLOCK], b[STEP_BLOCK];
+  for (int64_t i = 0; n.b.data == nullptr && i < STEP_BLOCK; i++) b[i] = n.number;
+  int64_t at[TRILOBITE_DIMENSIONS - 1];
+  for (at[0] = 0; at[0] < shape[0]; at[0]++)
+    for (at[1] = 0; at[1] < shape[1]; at[1]++)
+      for (at[2] = 0; at[2] < shape[2]; at[2]++) {
+        const uint8_t *x = row_of(n.a, at), *y = n.b.data ? row_of(n.b, at) : nullptr;
+        uint8_t *out = row_of(n.out, at);
+        for (int64_t i = 0; i < width; i += STEP_BLOCK) {
+          const int64_t count = width - i < STEP_BLOCK ? width - i : STEP_BLOCK;
+          const auto place = [&](const trilobite_operand &o) {
+            return i * o.stride[TRILOBITE_DIMENSIONS - 1] * (o.dtype == TRILOBITE_F32 ? 4 : 2);
+          };
+          load_some(n.a, x + place(n.a), count, a);
+          if (y) load_some(n.b, y + place(n.b), count, b);
+          operate(n.kind, count, a, b);
+          store_some(n.out, out + place(n.out), count, a);
+        }
+      }
+}
+
+// Sums of a row as torch adds them up: vectors of LANES values, four of them side by side, each in a cascade of four levels
+// (aten/src/ATen/native/cpu/SumKernel.cpp), then what is left of the row, then the lanes.
+template <int LANES> static float cascade_sum(const float *x, int64_t count) {
+  constexpr int SIDE = 4, LEVELS = 4;
+  const int64_t vectors = count / LANES, size = vectors / SIDE;
+  int64_t log = 0;
+  while ((int64_t)1 << log < size) log++;
+  const int64_t power = log / LEVELS > 4 ? log / LEVELS : 4, step = (int64_t)1 << power, mask = step - 1;
+  float acc[LEVELS][SIDE][LANES] = {};
+  const auto add = [&](int64_t i) {
+    for (int k = 0; k < SIDE; k++)
+      for (int l = 0; l < LANES; l++) acc[0][k][l] += x[(i * SIDE + k) * LANES + l];
+  };
+  int64_t i = 0;
+  while (i + step <= size) {
+    for (int64_t j = 0; j < step; j++, i++) add(i);
+    for (int level = 1; level < LEVELS; level++) {
+      for (int k = 0; k < SIDE; k++)
+        for (int l = 0; l < LANES; l++) acc[level][k][l] += acc[level - 1][k][l], acc[level - 1][k][l] = 0;
+      if (i & (mask << (level * power))) break;
+    }
+  }
+  for (; i < size; i++) add(i);
+  for (int level = 1; level < LEVELS; level++)
+    for (int k = 0; k < SIDE; k++)
+      for (int l = 0; l < LANES; l++) acc[0][k][l] += acc[level][k][l];
+  for (int64_t v = size * SIDE; v < vectors; v++)
+    for (int l = 0; l < LANES; l++) acc[0][0][l] += x[v * LANES + l];
+  for (int k = 1; k < SIDE; k++)
+    for (int l = 0; l < LANES; l++) acc[0][0][l] += acc[0][k][l];
+  if (LANES == 1) return acc[0][0][0];
+  float sum = 0;
+  for (int64_t j = vectors * LANES; j < count; j++) sum += x[j];
+  for (int l = 0; l < LANES; l++) sum += acc[0][0][l];
+  return sum;
+}
+
+// out [rows] = sums of the dense rows of a [rows, width], fp32, divided by `number`. Rows shorter than a vector of `lanes`
+// values are added up value by value.
+static void sum_rows(const trilobite_step_node &n) {
+  const int64_t rows = n.shape[2], width = n.shape[3];
+  for (int64_t r = 0; r < rows; r++) {
+    const float *x = (const float *)n.a.data + r * n.a.stride[2];
+    const int64_t lanes = width < n.lanes ? 1 : n.lanes;
+    const float sum = lanes == 16  ? cascade_sum<16>(x, width)
+                      : lanes == 8 ? cascade_sum<8>(x, width)
+                      : lanes == 4 ? cascade_sum<4>(x, width)
+                                   : cascade_sum<1>(x, width);
+    ((float *)n.out.data)[r * n.out.stride[2]] = sum / n.number;
+  }
+}

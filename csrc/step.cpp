@@ -1,0 +1,83 @@
+// A decoding step: nodes whose tensors keep their places, one after the other, without anything of Python in between.
+#include <string.h>
+
+#include "dispatch.h"
+#include "matrix.h"
+
+namespace trilobite {
+namespace {
+
+int64_t size_of(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : 2; }
+
+int refuse(const char *what, int64_t found, int64_t limit) {
+  fail("step: %s %lld of %lld", what, (long long)found, (long long)limit);
+  return TRILOBITE_REFUSED;
+}
+
+int gather(const trilobite_step_node &n) {
+  const int64_t row = *(const int64_t *)n.b.data;
+  if (row < 0 || row >= n.shape[2]) return refuse("row", row, n.shape[2]);
+  memcpy(n.out.data, (const uint8_t *)n.a.data + row * n.shape[3], n.shape[3]);
+  return 0;
+}
+
+int linear(const trilobite_step_node &n, int64_t threads) {
+  return trilobite_linear(n.a.data, n.a.dtype, n.shape[2], (const trilobite_matrix *)n.call, n.b.data, n.b.dtype,
+                          n.out.data, n.digits, n.threads ? n.threads : threads);
+}
+
+int experts(const trilobite_step_node &n, int64_t threads) {
+  trilobite_experts_args a = *(const trilobite_experts_args *)n.call;
+  a.threads = n.threads ? n.threads : threads;
+  return trilobite_experts(&a);
+}
+
+int append(const trilobite_step_node &n) {
+  auto &cache = *(trilobite_step_cache *)n.call;
+  if (cache.end < 0 || cache.end >= cache.capacity) return refuse("row", cache.end, cache.capacity);
+  const int64_t heads = n.shape[2], width = n.shape[3], size = size_of(n.a.dtype);
+  uint8_t *k = (uint8_t *)cache.k + cache.end * heads * width * size;
+  uint8_t *v = (uint8_t *)cache.v + cache.end * heads * width * size;
+  for (int64_t h = 0; h < heads; h++) {
+    memcpy(k + h * width * size, (const uint8_t *)n.a.data + h * n.a.stride[2] * size, width * size);
+    memcpy(v + h * width * size, (const uint8_t *)n.b.data + h * n.b.stride[2] * size, n.lanes * size);
+    memset(v + (h * width + n.lanes) * size, 0, (width - n.lanes) * size);
+  }
+  cache.end++;
+  return 0;
+}
+
+int attend(const trilobite_step_node &n, int64_t threads) {
+  const auto &cache = *(const trilobite_step_cache *)n.call;
+  if (cache.first < 0 || cache.first >= cache.end || cache.end > cache.capacity)
+    return refuse("row", cache.first, cache.end);
+  const int64_t heads = n.shape[1], width = n.shape[3], starts[2] = {0, cache.end - cache.first};
+  trilobite_attention_args a{};
+  a.q = n.a.data, a.k = cache.k, a.v = cache.v, a.y = n.out.data;
+  a.rows = cache.rows + cache.first, a.starts = starts;
+  a.dtype = n.a.dtype, a.texts = 1, a.heads = heads, a.kv_heads = n.shape[2], a.width = width;
+  a.limit = cache.capacity, a.row_stride = n.shape[2] * width, a.head_stride = width;
+  a.threads = threads, a.scale = n.number;
+  return trilobite_attention(&a);
+}
+
+int run(const trilobite_step_node &n, int64_t threads) {
+  switch (n.kind) {
+    case TRILOBITE_SUM: return tier().sum(n), 0;
+    case TRILOBITE_GATHER: return gather(n);
+    case TRILOBITE_LINEAR: return linear(n, threads);
+    case TRILOBITE_EXPERTS: return experts(n, threads);
+    case TRILOBITE_APPEND: return append(n);
+    case TRILOBITE_ATTEND: return attend(n, threads);
+    default: return n.kind <= TRILOBITE_RSQRT ? (tier().map(n), 0) : refuse("kind", n.kind, TRILOBITE_ATTEND);
+  }
+}
+
+}  // namespace
+}  // namespace trilobite
+
+int trilobite_step(const trilobite_step_node *nodes, int64_t count, int64_t threads) {
+  for (int64_t i = 0; i < count; i++)
+    if (const int code = trilobite::run(nodes[i], threads)) return code;
+  return 0;
+}

@@ -1,0 +1,165 @@
+"""Nodes of a decoding step whose tensors keep their places, which the library runs one after the other.
+
+Small operators have the bits of torch's: each rounds its result to its element type, and sums are added up in the order
+of torch's kernel on this processor, which `sum_lanes` finds out by trial.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.errors import ShapeError
+from trilobite.kernels.cpu import native
+from trilobite.kernels.cpu.engine import team
+from trilobite.kernels.cpu.matrix import DTYPES, dtype_code
+
+_lib, _ = native.load()
+
+
+class Kind(IntEnum):
+    """`trilobite_step_kind`."""
+
+    COPY = 0
+    ADD = 1
+    SUBTRACT = 2
+    MULTIPLY = 3
+    DIVIDE = 4
+    NEGATE = 5
+    SQUARE = 6
+    RSQRT = 7
+    SUM = 8
+    GATHER = 9
+    LINEAR = 10
+    EXPERTS = 11
+    APPEND = 12
+    ATTEND = 13
+
+
+MOST_SUMMED = 1 << 15
+"""From so many values on torch shares a sum among its threads."""
+
+
+def dense_operand(t: Tensor) -> native.Operand:
+    """A dense tensor. Raises ShapeError for one that is not, or not on the CPU."""
+    if not t.is_contiguous() or not t.is_cpu:
+        raise ShapeError(
+            f"step: a tensor of shape {list(t.shape)} and strides {t.stride()}; expected a dense one"
+        )
+    return native.Operand(t.data_ptr(), dtype_code(t, "step"))
+
+
+def _merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """The same elements in fewer dimensions: those that lie like one in all operands become one."""
+    sizes, rows = [1], [[1] for _ in strides]
+    for d in reversed(range(len(shape))):
+        if shape[d] == 1:
+            continue
+        if sizes[0] == 1:
+            sizes[0] = shape[d]
+            for row, stride in zip(rows, strides, strict=True):
+                row[0] = stride[d]
+        elif all(stride[d] == row[0] * sizes[0] for row, stride in zip(rows, strides, strict=True)):
+            sizes[0] *= shape[d]
+        else:
+            sizes.insert(0, shape[d])
+            for row, stride in zip(rows, strides, strict=True):
+                row.insert(0, stride[d])
+    return sizes, rows
+
+
+def elementwise(
+    kind: Kind, out: Tensor, a: Tensor, b: Tensor | float | None = None
+) -> native.StepNode | None:
+    """out = a op b, a and b broadcast to out; None where the library does not do that. Types: fp32, fp16, bf16."""
+    operands = [out, a.expand(out.shape), *([b.expand(out.shape)] if isinstance(b, Tensor) else [])]
+    if any(t.dtype not in DTYPES or not t.is_cpu for t in operands):
+        return None
+    sizes, rows = _merged(out.shape, [t.stride() for t in operands])
+    if len(sizes) > native.DIMENSIONS:
+        return None
+    missing = native.DIMENSIONS - len(sizes)
+    parts = [
+        native.Operand(t.data_ptr(), DTYPES[t.dtype], (*[0] * missing, *row))
+        for t, row in zip(operands, rows, strict=True)
+    ]
+    number = float(b) if isinstance(b, int | float) else 0.0
+    return native.StepNode(kind, (*[1] * missing, *sizes), *parts, number=number)
+
+
+def row_sums(out: Tensor, a: Tensor, number: float, lanes: int | None = None) -> native.StepNode | None:
+    """out = a.sum(-1) / number with torch's bits; None where the library does not do that.
+
+    out: [..] or [.., 1] and a: [.., N], dense fp32    lanes: default those of torch's kernel
+    """
+    lanes = lanes or sum_lanes()
+    fits = out.numel() * a.shape[-1] == a.numel() and 0 < a.numel() < MOST_SUMMED
+    if lanes is None or not fits or not a.is_contiguous() or not out.is_contiguous():
+        return None
+    if not a.dtype == out.dtype == torch.float32:
+        return None
+    shape = 1, 1, out.numel(), a.shape[-1]
+    operands = (native.Operand(t.data_ptr(), 0, (0, 0, step, 1)) for t, step in ((out, 1), (a, a.shape[-1])))
+    return native.StepNode(Kind.SUM, shape, *operands, lanes=lanes, number=number)
+
+
+def gather(out: Tensor, table: Tensor, index: Tensor) -> native.StepNode:
+    """out = the row of a table [rows, ..] that index, one int64, says; all dense."""
+    width = out.numel() * out.element_size()
+    parts = (native.Operand(t.data_ptr()) for t in (out, table, index))
+    return native.StepNode(Kind.GATHER, (1, 1, table.shape[0], width), *parts)
+
+
+def append_row(key: Tensor, value: Tensor, rows: native.StepCache) -> native.StepNode:
+    """The next row of a cache. key: [heads, width]    value: [heads, width or less], of the same dtype."""
+    parts = (
+        native.Operand(t.data_ptr(), dtype_code(t, "step"), (0, 0, t.stride(0), 1)) for t in (key, value)
+    )
+    shape = 1, 1, *key.shape
+    return native.StepNode(
+        Kind.APPEND, shape, native.Operand(), *parts, lanes=value.shape[1], call=ctypes.addressof(rows)
+    )
+
+
+def attend_cached(
+    out: Tensor, query: Tensor, kv_heads: int, rows: native.StepCache, scale: float
+) -> native.StepNode:
+    """Attention over a cache. out, query: [heads, width], dense."""
+    heads, width = query.shape
+    return native.StepNode(
+        Kind.ATTEND,
+        (1, heads, kv_heads, width),
+        dense_operand(out),
+        dense_operand(query),
+        number=scale,
+        call=ctypes.addressof(rows),
+    )
+
+
+def run_nodes(nodes: Any, count: int) -> None:
+    """Run `count` nodes of an array. Raises ShapeError, or ResourceError where memory or threads end."""
+    assert _lib is not None
+    _lib.trilobite_step(nodes, count, team(None))
+
+
+@cache
+def sum_lanes() -> int | None:
+    """How many values torch's kernel adds up side by side on this processor; None where it adds up otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    widths = (2, 8, 10, 33, 60, 64, 128, 517, 1000, 2048, 4096, 5120, 7168, 16000)
+    rows = [torch.randn(2, width, generator=generator).mul_(1 << 10) for width in widths]
+    for lanes in (16, 8, 4) if _lib is not None else ():
+        for x in rows:
+            out = torch.empty(2)
+            node = row_sums(out, x, 1.0, lanes)
+            assert node is not None
+            run_nodes(ctypes.byref(node), 1)
+            if not torch.equal(out, x.sum(-1)) or not torch.equal(out[:1], x[:1].sum(-1)):
+                break
+        else:
+            return lanes
+    return None

@@ -1,0 +1,1 @@
+"""One step of decoding, recorded once and run again without the model's Python."""

@@ -1,0 +1,288 @@
+"""A recorded step made runnable: every tensor gets a place that it keeps, every node something that runs on places.
+
+Neighbouring nodes that the engine knows become one call of it; the others stay torch's operators, on the same places.
+Views are places, and cost nothing; what depends on weights alone is what it was.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.kernels import ops
+from trilobite.runtime.modules.experts import PackedExperts
+from trilobite.runtime.modules.linear import PackedLinear
+from trilobite.runtime.modules.residence import AsStored
+from trilobite.runtime.step.rows import Rows
+from trilobite.runtime.step.small import small_nodes
+from trilobite.runtime.step.trace import (
+    Node,
+    Trace,
+    Unsuited,
+    arguments,
+    changed,
+    is_view,
+    live,
+    storage,
+    tensors_in,
+)
+
+ALIGNMENT = 64
+Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(kw_only=True, eq=False)
+class Lowered:
+    """A step that runs: `steps` one after the other, on the places of `inputs`, then `logits` is there.
+
+    rows: of the cache's layers    fixed: tensors of the model that places or results depend on
+    """
+
+    steps: list[Run]
+    inputs: tuple[Tensor, Tensor]
+    logits: Tensor
+    rows: dict[int, Rows]
+    fixed: list[Tensor]
+    natives: int
+    keep: list[Any] = field(default_factory=list)
+
+
+class Lowering:
+    """Turns a trace into what runs."""
+
+    def __init__(self, trace: Trace, logits: Tensor) -> None:
+        """logits: what the step is for, beside new rows of the cache."""
+        self.trace = trace
+        self.inputs = tuple(torch.zeros(1, 1, dtype=torch.int64) for _ in range(2))
+        self.steps: list[Run] = []
+        self.pending: list[Any] = []
+        self.keep: list[Any] = []
+        self.natives = 0
+        self.rows: dict[int, Rows] = {}
+        self.fixed: dict[int, Tensor] = {}
+        self.given = {storage(t): i for i, t in enumerate(trace.inputs)}
+        self._fold()
+        nodes = live(self.running, logits)
+        self.places = self._arrange(nodes, storage(logits))
+        for node in nodes:
+            self._emit(node)
+        self._flush()
+        self.logits = self.place(logits)
+
+    def _fold(self) -> None:
+        """Which nodes have to run: not views, nor what depends on weights alone."""
+        written = {storage(t) for n in self.trace.nodes for t in changed(n)}
+        self.made: set[int] = set()
+        self.running: list[Node] = []
+        for node in self.trace.nodes:
+            read = {storage(t) for t in tensors_in((node.args, node.kwargs))}
+            moving = bool(read & (self.made | self.given.keys())) or node.kind != "torch"
+            outputs = {storage(o) for o in node.outputs}
+            if is_view(node):
+                continue
+            if not moving and not outputs & written and not changed(node):
+                for t in tensors_in((node.args, node.kwargs)):
+                    self.fixed[id(t)] = t
+                continue
+            if {storage(t) for t in changed(node)} - self.made:
+                raise Unsuited(f"{node.what} changes a tensor of the model")
+            self.made |= outputs
+            self.running.append(node)
+
+    def _arrange(self, nodes: list[Node], logits: int) -> dict[int, int]:
+        """Where in one stretch of memory each storage lies; stretches are used again once nobody reads them any more."""
+        cached = {storage(t) for n in self.trace.nodes if n.kind == "append" for t in n.kwargs["rows"]}
+        sizes: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for at, node in enumerate(nodes):
+            for t in (*tensors_in((node.args, arguments(node))), *node.outputs):
+                key = storage(t)
+                if key in cached:
+                    raise Unsuited(f"{node.what} reads the cache outside of the engine's attention")
+                if key in self.made:
+                    sizes[key], last[key] = t.untyped_storage().nbytes(), at
+                elif key not in self.given:
+                    self.fixed[id(t)] = t
+        last[logits] = len(nodes)
+        free: list[tuple[int, int]] = []
+        places: dict[int, int] = {}
+        end = 0
+        for at, node in enumerate(nodes):
+            for t in node.outputs:
+                key = storage(t)
+                if key in places or key not in self.made:
+                    continue
+                size = -(-max(sizes[key], 1) // ALIGNMENT) * ALIGNMENT
+                fit = next((i for i, (_, room) in enumerate(free) if room == size), None)
+                if fit is None:
+                    places[key], end = end, end + size
+                else:
+                    places[key] = free.pop(fit)[0]
+            for key in [k for k, used in last.items() if used == at and k in places]:
+                free.append((places[key], -(-max(sizes[key], 1) // ALIGNMENT) * ALIGNMENT))
+        memory = torch.zeros(end + ALIGNMENT, dtype=torch.uint8)
+        start = -memory.data_ptr() % ALIGNMENT
+        self.memory = memory[start : start + end]
+        return places
+
+    def place(self, t: Tensor) -> Tensor:
+        """Where a recorded tensor lies when the step runs again."""
+        key = storage(t)
+        if key in self.given:
+            base = self.inputs[self.given[key]]
+            return base.as_strided(t.shape, t.stride(), t.storage_offset())
+        if key not in self.made:
+            return t
+        start = (self.places[key] + self.memory.storage_offset()) // t.element_size()
+        whole = torch.empty(0, dtype=t.dtype).set_(self.memory.untyped_storage())
+        return whole.as_strided(t.shape, t.stride(), start + t.storage_offset())
+
+    def placed(self, value: Any) -> Any:
+        """Arguments on the places of their tensors."""
+        if isinstance(value, Tensor):
+            return self.place(value)
+        if isinstance(value, list | tuple):
+            return type(value)(self.placed(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self.placed(v) for k, v in value.items()}
+        return value
+
+    def _emit(self, node: Node) -> None:
+        nodes = getattr(self, f"_{node.kind}")(node)
+        if nodes is not None:
+            self.pending += nodes
+            return
+        self._flush()
+        args, kwargs = self.placed(node.args), self.placed(node.kwargs)
+        if node.kind == "module":
+            self.steps.append((_Copied(node.what.forward, [self.place(node.outputs[0])]), args, kwargs))
+        elif changed(node):
+            self.steps.append((node.what, args, kwargs))
+        else:
+            self.steps.append(self._torch_call(node, args, kwargs))
+
+    def _flush(self) -> None:
+        if self.pending:
+            program = (ops.StepNode * len(self.pending))(*self.pending)
+            self.keep.append(program)
+            self.steps.append((ops.run_nodes, (program, len(self.pending)), {}))
+            self.natives += len(self.pending)
+            self.pending = []
+
+    def _torch(self, node: Node) -> list[Any] | None:
+        return small_nodes(node.what, self.placed(node.args), node.kwargs, self.placed(node.outputs))
+
+    def _torch_call(self, node: Node, args: Any, kwargs: Any) -> Run:
+        """An operator that writes where its results belong, or whose results are copied there."""
+        places = [self.place(o) for o in node.outputs]
+        found = _out_variant(node)
+        if found is not None:
+            return found[0], args, {**kwargs, **dict(zip(found[1], places, strict=True))}
+        return _Copied(node.what, places), args, kwargs
+
+    def _module(self, node: Node) -> list[Any] | None:
+        """A packed module by the call that is bound to its weights."""
+        module = node.what
+        residence = module.residence
+        if not isinstance(residence, AsStored):
+            raise Unsuited("its experts stream, or lie elsewhere")
+        if node.kwargs or residence.binding is None:
+            return None
+        call, y = residence.binding.made, self.place(node.outputs[0])
+        inputs = [self.place(t) for t in node.args]
+        if call is None or not y.is_contiguous() or not all(t.is_contiguous() for t in inputs):
+            return None
+        self.keep.append(call)
+        if isinstance(module, PackedLinear) and module.shape[1] == module.in_features:
+            return [call.node(inputs[0], y)]
+        if isinstance(module, PackedExperts) and module.plainly:
+            made, arguments = call.node(*inputs, y)
+            self.keep.append(arguments)
+            return [made]
+        return None
+
+    def _append(self, node: Node) -> list[Any]:
+        key, value = (self.place(t) for t in node.args)
+        if key.dim() != 4 or key.shape[0] != 1 or key.shape[2] != 1 or value.shape[3] > key.shape[3]:
+            raise Unsuited(f"its cache takes keys of shape {list(key.shape)}")
+        if key.stride(3) != 1 or value.stride(3) != 1:
+            raise Unsuited("its cache takes keys whose values lie apart")
+        layer = node.what
+        if layer in self.rows:
+            raise Unsuited("it writes to a layer of the cache twice")
+        self.rows[layer] = Rows(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        return [ops.append_row(key[0, :, 0], value[0, :, 0], self.rows[layer].native)]
+
+    def _attend(self, node: Node) -> list[Any]:
+        rows, (query,), (made,) = self.rows[node.what], node.args, node.outputs
+        placed = self.place(query)
+        _, heads, _, width = query.shape
+        base = self.place(made).as_strided((heads, width), (width, 1), self.place(made).storage_offset())
+        nodes = []
+        dense = placed[0, :, 0]
+        if not dense.is_contiguous():
+            dense = torch.empty(heads, width, dtype=query.dtype)
+            self.keep.append(dense)
+            nodes.append(ops.elementwise(ops.Kind.COPY, dense, placed[0, :, 0]))
+        scale = node.kwargs["scale"]
+        scale = width**-0.5 if scale is None else scale
+        return [*nodes, ops.attend_cached(base, dense, rows.heads, rows.native, scale)]
+
+
+class _Copied:
+    """A call whose results are copied to where they belong."""
+
+    def __init__(self, call: Callable[..., Any], places: list[Tensor]) -> None:
+        self.call, self.places = call, places
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        made = self.call(*args, **kwargs)
+        for place, t in zip(self.places, made if isinstance(made, tuple | list) else (made,), strict=True):
+            place.copy_(t)
+
+
+def _out_variant(node: Node) -> tuple[Any, list[str]] | None:
+    """The overload of an operator that writes into given tensors, and their names; None where there is none."""
+    operator = node.what
+    names = [a.name for a in operator._schema.arguments]
+    for name in operator.overloadpacket.overloads():
+        other = getattr(operator.overloadpacket, name)
+        outs = [a for a in other._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        same = [a.name for a in other._schema.arguments if a not in outs]
+        if same != names or len(outs) != len(node.outputs) or not all(a.kwarg_only for a in outs):
+            continue
+        made = operator(*node.args, **node.kwargs)
+        places = [torch.empty_like(o) for o in node.outputs]
+        given = dict(zip((a.name for a in outs), places, strict=True))
+        try:
+            other(*node.args, **node.kwargs, **given)
+        except (RuntimeError, TypeError, NotImplementedError):
+            continue
+        pairs = zip(made if isinstance(made, tuple | list) else (made,), places, strict=True)
+        if all(_same_bits(a, b) for a, b in pairs):
+            return other, list(given)
+    return None
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def lower(trace: Trace, logits: Tensor) -> Lowered:
+    """A step that runs. Raises Unsuited for what has no place."""
+    made = Lowering(trace, logits)
+    return Lowered(
+        steps=made.steps,
+        inputs=(made.inputs[0], made.inputs[1]),
+        logits=made.logits,
+        rows=made.rows,
+        fixed=list(made.fixed.values()),
+        natives=made.natives,
+        keep=made.keep,
+    )

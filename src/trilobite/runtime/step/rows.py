@@ -1,0 +1,73 @@
+"""Keys and values of one layer in memory with room for more: a new token is written behind those that are there."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.kernels import ops
+from trilobite.runtime.step.trace import Unsuited
+
+ROOM = 64
+"""Least rows of room for more; or a fourth of those that are there."""
+
+
+class Rows:
+    """What a layer of transformers' cache holds; the layer's own tensors are views of it.
+
+    A tensor that somebody kept never changes: rows are written behind all that a view shows, and a layer that got other
+    tensors than the last views is copied.
+    """
+
+    def __init__(self, heads: int, width: int, value_width: int, dtype: torch.dtype) -> None:
+        """Empty. width, value_width: of keys and of values, the narrower of which are filled up with zeros."""
+        self.heads, self.width, self.value_width, self.dtype = heads, width, value_width, dtype
+        self.native = ops.StepCache()
+        self.views: tuple[Tensor, Tensor] | None = None
+
+    def follow(self, layer: Any) -> None:
+        """Hold what the layer holds, and have room for one more row."""
+        views, native = self.views, self.native
+        if (
+            views is None
+            or layer.keys is not views[0]
+            or layer.values is not views[1]
+            or native.end >= native.capacity
+        ):
+            self._copy(layer)
+        native.first = max(0, native.end + 1 - layer.sliding_window) if layer.is_sliding else 0
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _copy(self, layer: Any) -> None:
+        keys, values = layer.keys, layer.values
+        shapes = (1, self.heads, self.width), (1, self.heads, self.value_width)
+        found = (*keys.shape[:2], keys.shape[3]), (*values.shape[:2], values.shape[3])
+        if found != shapes or not keys.dtype == values.dtype == self.dtype:
+            raise Unsuited(f"its cache holds keys of shape {list(keys.shape)}")
+        length = keys.shape[2]
+        capacity = length + max(ROOM, length // 4)
+        key = torch.empty(capacity, self.heads, self.width, dtype=self.dtype)
+        value = torch.zeros_like(key)
+        key[:length] = keys[0].transpose(0, 1)
+        value[:length, :, : self.value_width] = values[0].transpose(0, 1)
+        self.numbers = torch.arange(capacity)
+        native = self.native
+        native.k, native.v, native.rows = key.data_ptr(), value.data_ptr(), self.numbers.data_ptr()
+        native.end, native.capacity = length, capacity
+        self.keys = key.transpose(0, 1)[None]
+        self.values = value.transpose(0, 1)[None, ..., : self.value_width]
+
+    def advance(self, layer: Any) -> None:
+        """Show the layer the row that was written."""
+        end = self.native.end
+        first = 0
+        if layer.is_sliding:
+            first = max(0, end + 1 - layer.sliding_window)
+            layer.cumulative_length += 1
+        self.views = self.keys.narrow(2, first, end - first), self.values.narrow(2, first, end - first)
+        layer.keys, layer.values = self.views
+
+    def forget(self) -> None:
+        """Hold nothing: what was written is not known."""
+        self.views = None

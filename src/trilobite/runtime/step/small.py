@@ -1,0 +1,157 @@
+"""Torch's small operators as nodes of the engine, where these have the same bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trilobite.kernels import ops
+from trilobite.kernels.ops import Kind
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Nodes = list[Any] | None
+
+
+def small_nodes(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> Nodes:
+    """Nodes that do what an operator did, on these places; None where the engine does not do that with the same bits."""
+    found = _OPERATORS.get(operator)
+    if found is None or len(outputs) != 1:
+        return None
+    return found(outputs[0], args, kwargs)
+
+
+def _one(node: Any) -> Nodes:
+    return None if node is None else [node]
+
+
+def _lies_across(out: Tensor, *operands: Any) -> bool:
+    """Whether an operand shares memory with the result without lying exactly on it."""
+    return any(
+        isinstance(t, Tensor)
+        and t.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+        and _meet(t, out)
+        and (t.data_ptr(), t.shape, t.stride(), t.dtype)
+        != (out.data_ptr(), out.shape, out.stride(), out.dtype)
+        for t in operands
+    )
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    ends = [
+        t.data_ptr()
+        + t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in (a, b)
+    ]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+
+
+def _copy(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    if out.dtype not in FLOATS or args[0].dtype not in FLOATS or _lies_across(out, args[0]):
+        return None
+    return _one(ops.elementwise(Kind.COPY, out, args[0]))
+
+
+def _copy_into(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    return _copy(out, (args[1],), kwargs)
+
+
+def _binary(kind: Kind) -> Callable[..., Nodes]:
+    def nodes(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+        a, b = args[:2]
+        if kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode") is not None or len(args) > 2:
+            return None
+        if not isinstance(a, Tensor) or out.dtype not in FLOATS or _lies_across(out, a, b):
+            return None
+        if isinstance(b, Tensor):
+            # Numbers in tensors without dimensions are converted by rules of their own.
+            same = a.dtype == b.dtype == out.dtype
+            wider = out.dtype == torch.float32 and {a.dtype, b.dtype} <= set(FLOATS) and a.dim() and b.dim()
+            if not (same or wider):
+                return None
+        elif not (isinstance(b, int | float) and a.dtype == out.dtype == torch.float32):
+            return None
+        return _one(ops.elementwise(kind, out, a, b))
+
+    return nodes
+
+
+def _unary(kind: Kind) -> Callable[..., Nodes]:
+    def nodes(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+        if args[0].dtype != out.dtype or out.dtype not in FLOATS or _lies_across(out, args[0]):
+            return None
+        return _one(ops.elementwise(kind, out, args[0]))
+
+    return nodes
+
+
+def _square(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    if args[1] != 2 or args[0].dtype != torch.float32:
+        return None
+    return _unary(Kind.SQUARE)(out, args, kwargs)
+
+
+def _rsqrt(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    return _unary(Kind.RSQRT)(out, args, kwargs) if out.dtype == torch.float32 else None
+
+
+def _sum(mean: bool) -> Callable[..., Nodes]:
+    def nodes(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+        x, dims = args[:2]
+        if kwargs.get("dtype") not in (None, torch.float32) or list(dims) not in ([-1], [x.dim() - 1]):
+            return None
+        return _one(ops.row_sums(out, x, float(x.shape[-1]) if mean else 1.0))
+
+    return nodes
+
+
+def _cat(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    parts, dim, at, nodes = args[0], args[1] if len(args) > 1 else 0, 0, []
+    for t in parts:
+        if t.dim() != out.dim() or t.dtype != out.dtype:
+            return None
+        made = _copy(out.narrow(dim, at, t.shape[dim]), (t,), kwargs)
+        if made is None:
+            return None
+        nodes += made
+        at += t.shape[dim]
+    return nodes
+
+
+def _embedding(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    table, index = args[:2]
+    if (
+        index.numel() != 1
+        or index.dtype != torch.int64
+        or not (table.is_contiguous() and out.is_contiguous())
+    ):
+        return None
+    return [ops.gather(out, table, index)]
+
+
+_OPERATORS: dict[Any, Callable[..., Nodes]] = {
+    aten._to_copy.default: _copy,
+    aten.clone.default: _copy,
+    aten.copy_.default: _copy_into,
+    aten.cat.default: _cat,
+    aten.embedding.default: _embedding,
+    aten.neg.default: _unary(Kind.NEGATE),
+    aten.pow.Tensor_Scalar: _square,
+    aten.rsqrt.default: _rsqrt,
+    aten.mean.dim: _sum(mean=True),
+    aten.sum.dim_IntList: _sum(mean=False),
+    **{
+        getattr(getattr(aten, name + ending), overload): _binary(kind)
+        for name, kind in (
+            ("add", Kind.ADD),
+            ("sub", Kind.SUBTRACT),
+            ("mul", Kind.MULTIPLY),
+            ("div", Kind.DIVIDE),
+        )
+        for ending in ("", "_")
+        for overload in ("Tensor", "Scalar")
+    },
+}

@@ -1,0 +1,270 @@
+"""What a model does for one token, as a list: torch's operators, and between them calls of packed modules, rows of the
+cache, attention."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from trilobite.errors import TrilobiteError
+from trilobite.runtime import attention as attention_of_models
+from trilobite.runtime.modules.residence import PackedModule
+
+
+class Unsuited(TrilobiteError):
+    """A step that cannot be replayed, and why; never leaves this room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One thing done. what: torch's operator, the packed module, or the number of the cache's layer.
+
+    kind: "torch", "module", "append" (keys and values of the token) or "attend" (query)
+    """
+
+    kind: str
+    what: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass(kw_only=True, eq=False)
+class Trace:
+    """A step. inputs: the token's id and its position, int64 [1, 1]    result: what the model returned
+
+    called: the modules that ran
+    """
+
+    inputs: tuple[Tensor, Tensor]
+    nodes: list[Node] = field(default_factory=list)
+    called: list[nn.Module] = field(default_factory=list)
+    result: Any = None
+
+
+def storage(t: Tensor) -> int:
+    """The memory that a tensor is a view of."""
+    return int(t.untyped_storage()._cdata)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of arguments."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [t for v in value for t in tensors_in(v)] if isinstance(value, list | tuple) else []
+
+
+def changed(node: Node) -> list[Tensor]:
+    """Tensors that a node writes in place."""
+    if node.kind != "torch":
+        return []
+    arguments = node.what._schema.arguments
+    given = [*zip(arguments, node.args, strict=False)]
+    given += [(a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs]
+    return [t for a, v in given if a.alias_info and a.alias_info.is_write for t in tensors_in(v)]
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node only says how memory that is there already shall be seen."""
+    if node.kind != "torch" or changed(node) or not node.outputs:
+        return False
+    seen = {storage(t) for t in tensors_in(node.args)}
+    return all(storage(o) in seen for o in node.outputs)
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Named arguments of a node that it reads."""
+    return {k: v for k, v in node.kwargs.items() if k != "rows"}
+
+
+def live(nodes: list[Node], wanted: Tensor) -> list[Node]:
+    """Those on which a tensor depends, or the cache."""
+    needed, found = {storage(wanted)}, []
+    for node in reversed(nodes):
+        if node.kind == "append" or {storage(t) for t in (*node.outputs, *changed(node))} & needed:
+            found.append(node)
+            needed |= {storage(t) for t in tensors_in((node.args, arguments(node)))}
+    return found[::-1]
+
+
+READS = frozenset(
+    getattr(Tensor, name)
+    for name in ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__", "__array__")
+)
+REFUSED = (
+    (torch.Tag.data_dependent_output, "reads values of tensors"),
+    (torch.Tag.dynamic_output_shape, "has shapes that depend on values"),
+    (torch.Tag.nondeterministic_seeded, "draws random numbers"),
+)
+
+
+class _NoReads(TorchFunctionMode):
+    """Refuses what would make Python's way depend on values without torch's operators seeing it."""
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS and not self.recorder.quiet:
+            raise Unsuited(f"it reads values of tensors ({func.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operator of torch, unless `quiet`: within what is one node."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace, self.quiet, self.owner = trace, 0, threading.get_ident()
+        self.rows: dict[int, int] = {}
+        """Layer of the cache by id of a tensor of all its keys, or of all its values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self.quiet:
+            for tag, why in REFUSED:
+                if tag in func.tags:
+                    raise Unsuited(f"{func} {why}")
+            outputs = result if isinstance(result, tuple | list) else (result,)
+            if any(o is not None and type(o) is not Tensor for o in outputs):
+                raise Unsuited(f"{func} returns a {type(result).__name__}")
+            self.note("torch", func, args, kwargs, tuple(o for o in outputs if o is not None))
+        return result
+
+    def note(self, kind: str, what: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...]) -> None:
+        args = tuple(list(a) if isinstance(a, list) else a for a in args)
+        self.trace.nodes.append(Node(kind=kind, what=what, args=args, kwargs=dict(kwargs), outputs=outputs))
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """For what one node stands for."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def called(self, module: nn.Module, _: Any) -> None:
+        """A hook of all modules, those of other threads too."""
+        if threading.get_ident() == self.owner:
+            self.trace.called.append(module)
+
+    def module(self, module: PackedModule, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A packed module's forward, as one node."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Tensor:
+            if threading.get_ident() != self.owner or self.quiet:
+                return forward(*args, **kwargs)
+            with self.silence():
+                y = forward(*args, **kwargs)
+            self.note("module", module, args, kwargs, (y,))
+            return y
+
+        return recorded
+
+    def update(self, real: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        """A cache's `update`, as one node."""
+
+        def recorded(key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+            with self.silence():
+                keys, values = real(key, value, layer, *args, **kwargs)
+            self.note("append", layer, (key, value), {}, ())
+            self.trace.nodes[-1].kwargs["rows"] = (keys, values)
+            self.rows[id(keys)] = self.rows[id(values)] = layer
+            return keys, values
+
+        return recorded
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any, made: Tensor
+    ) -> None:
+        """A call of the engine's attention, which made what it returns."""
+        layer = self.rows.get(id(key))
+        if layer is None or layer != self.rows.get(id(value)):
+            raise Unsuited("it attends to more, or less, than what the cache holds")
+        with self.silence():
+            if mask is not None and not bool(mask[..., : key.shape[2]].all()):
+                raise Unsuited("its attention skips rows of the cache")
+        scale = kwargs.get("scaling")
+        window = kwargs.get("sliding_window")
+        self.note("attend", layer, (query,), {"scale": scale, "window": window}, (made,))
+
+
+@contextmanager
+def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """For the while, an attribute of this very object."""
+    target.__dict__[name] = value
+    try:
+        yield
+    finally:
+        del target.__dict__[name]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[str, Any]) -> Trace:
+    """Run a step of a model, and write it down. arguments: `input_ids`, `position_ids`, `past_key_values`, and more.
+
+    Raises Unsuited for what a list cannot say; then the cache may hold rows of this step already.
+    """
+    ids, positions = (arguments[name].clone() for name in ("input_ids", "position_ids"))
+    trace = Trace(inputs=(ids, positions))
+    recorder = _Recorder(trace)
+    cache = arguments["past_key_values"]
+    packed = [m for m in model.modules() if isinstance(m, PackedModule)]
+    with ExitStack() as stack:
+        for module in packed:
+            stack.enter_context(_replaced(module, "forward", recorder.module(module, module.forward)))
+        stack.enter_context(_replaced(cache, "update", recorder.update(cache.update)))
+        stack.enter_context(attention_of_models.observed(recorder))
+        stack.enter_context(
+            nn.modules.module.register_module_forward_pre_hook(lambda m, _: trace.called.append(m))
+        )
+        stack.enter_context(recorder)
+        stack.enter_context(_NoReads(recorder))
+        trace.result = forward(**{**arguments, "input_ids": ids, "position_ids": positions})
+    return trace
+
+
+def differ(one: Trace, other: Trace) -> str | None:
+    """Why two steps, at different positions, are not the same but for their inputs; None where they are."""
+    ways = live(one.nodes, one.result.logits), live(other.nodes, other.result.logits)
+    if len(ways[0]) != len(ways[1]):
+        return "it does different things at different positions"
+    names: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for trace, known in zip((one, other), names, strict=True):
+        known.update({id(t): ("input", i) for i, t in enumerate(trace.inputs)})
+    for at, (a, b) in enumerate(zip(*ways, strict=True)):
+        sizes = [[(o.shape, o.stride(), o.storage_offset(), o.dtype) for o in n.outputs] for n in (a, b)]
+        if a.kind != b.kind or a.what != b.what or (sizes[0] != sizes[1]):
+            return f"{a.what} differs between positions"
+        ours, theirs = ((n.args, sorted(arguments(n).items())) for n in (a, b))
+        if not _same(ours, theirs, names):
+            return f"arguments of {a.what} differ between positions"
+        for known, node in zip(names, (a, b), strict=True):
+            for i, o in enumerate(node.outputs):
+                known.setdefault(id(o), (at, i))
+    return None
+
+
+def _same(a: Any, b: Any, names: tuple[dict[int, Any], dict[int, Any]]) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        ours, theirs = names[0].get(id(a)), names[1].get(id(b))
+        if ours is not None or theirs is not None:
+            return bool(ours == theirs)
+        like = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        return a is b or (like and bool(torch.equal(a, b)))
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_same(x, y, names) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and bool(a == b)

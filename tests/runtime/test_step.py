@@ -1,0 +1,315 @@
+"""Steps of decoding that are replayed have the bits of the model's own, whatever happens between them."""
+
+import copy
+import io
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import build_checkpoint
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from trilobite.kernels.layer import CpuSettings
+from trilobite.kernels.ops import attends
+from trilobite.quantize.run.compress import compress
+from trilobite.recipe import load_recipe
+from trilobite.runtime.generate.cache import GrowingCache
+from trilobite.runtime.load import load
+from trilobite.runtime.modules.swap import configure
+from trilobite.runtime.step import lower, small
+from trilobite.runtime.step.replay import COMPARED, Step
+
+pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
+
+REPLAYED = ("mixtral", "deepseek", "deepseek_v2", "qwen3_moe", "olmoe")
+STEPS = 32
+Model = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            build_checkpoint(kind, folder / "original", dtype=torch.bfloat16)
+            compress(str(folder / "original"), folder / "packed", load_recipe("rtn3"))
+            made[kind] = folder / "packed"
+        return made[kind]
+
+    return of
+
+
+def plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The same, but that its forward is transformers'."""
+    model.__dict__.pop("forward")
+    return model
+
+
+def step_of(model: PreTrainedModel) -> Step:
+    step = model.forward
+    assert isinstance(step, Step)
+    return step
+
+
+def tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 250, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def feed(model: PreTrainedModel, cache: DynamicCache, ids: Tensor) -> list[Tensor]:
+    """Logits of tokens, one at a time."""
+    return [model(input_ids=i.view(1, 1), past_key_values=cache, use_cache=True).logits for i in ids]
+
+
+def conversation(
+    model: PreTrainedModel, turns: int = 2, steps: int = STEPS
+) -> tuple[list[Tensor], DynamicCache]:
+    """Logits of all steps of some turns, each a prompt and tokens one at a time."""
+    cache, made = DynamicCache(config=model.config), []
+    for turn in range(turns):
+        prompt = tokens(6, 100 + turn)[None]
+        with torch.inference_mode():
+            model(input_ids=prompt, past_key_values=cache, use_cache=True)
+        made += feed(model, cache, tokens(steps, turn))
+    return made, cache
+
+
+def assert_same(ours: tuple[list[Tensor], DynamicCache], theirs: tuple[list[Tensor], DynamicCache]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+    for a, b in zip(ours[1].layers, theirs[1].layers, strict=True):
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.values, b.values)
+        assert a.get_seq_length() == b.get_seq_length()
+
+
+@pytest.mark.parametrize("kind", REPLAYED)
+def test_bits_of_every_architecture(kind: str, packed: Callable[[str], Path]) -> None:
+    model = load(str(packed(kind)))
+    ours = conversation(model)
+    step = step_of(model)
+    assert step.why is None
+    assert step.ready is not None
+    assert step.compared == COMPARED
+    assert_same(ours, conversation(plain(model)))
+
+
+def test_a_sliding_window(packed: Callable[[str], Path]) -> None:
+    model = load(str(packed("mixtral")))
+    model.config.sliding_window = 16
+    ours = conversation(model, steps=40)
+    assert step_of(model).ready is not None
+    assert ours[1].layers[0].keys.shape[2] == 15
+    assert_same(ours, conversation(plain(model), steps=40))
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "jamba"])
+def test_what_cannot_be_a_list_says_why(
+    kind: str, packed: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(str(packed(kind)))
+    with caplog.at_level(logging.INFO):
+        ours = conversation(model, turns=2, steps=4)
+    step = step_of(model)
+    assert step.ready is None
+    lines = [
+        r.getMessage() for r in caplog.records if "steps run as transformers runs them" in r.getMessage()
+    ]
+    if kind == "gpt_oss":
+        assert step.why
+        assert len(lines) == 1
+        assert step.why in lines[0]
+    assert_logits = [
+        torch.equal(a, b) for a, b in zip(ours[0], conversation(plain(model), 2, 4)[0], strict=True)
+    ]
+    assert all(assert_logits)
+
+
+def test_generate_and_a_second_turn(packed: Callable[[str], Path]) -> None:
+    """As chat does it: the kept cache, cropped where the texts part."""
+    model = load(str(packed("mixtral")))
+
+    def turns() -> list[Tensor]:
+        cache, made = GrowingCache(model), []
+        ids = tokens(9)[None]
+        for _ in range(3):
+            past = cache.ready(ids, 64, None)
+            asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            with torch.inference_mode():
+                ids = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **asked)
+            cache.keep(past, ids)
+            made.append(ids)
+            ids = torch.cat((ids[:, :-4], tokens(5, 7)[None]), 1)
+        return made
+
+    ours = turns()
+    assert step_of(model).ready is not None
+    plain(model)
+    assert all(torch.equal(a, b) for a, b in zip(ours, turns(), strict=True))
+
+
+def test_tensors_that_somebody_kept_do_not_change(packed: Callable[[str], Path]) -> None:
+    model = load(str(packed("mixtral")))
+    _, cache = conversation(model, turns=1, steps=8)
+    assert step_of(model).ready is not None
+    kept = [(x.keys, x.keys.clone()) for x in cache.layers]
+    feed(model, cache, tokens(4, 5))
+    cache.crop(-6)
+    branch = copy.deepcopy(cache)
+    one = feed(model, cache, tokens(4, 8))
+    two = feed(model, branch, tokens(4, 8))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert all(torch.equal(a, b) for a, b in kept)
+
+
+def test_two_texts_in_turns(packed: Callable[[str], Path]) -> None:
+    model = load(str(packed("qwen3_moe")))
+
+    def both() -> list[Tensor]:
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        with torch.inference_mode():
+            for i, cache in enumerate(caches):
+                model(input_ids=tokens(5 + i, i)[None], past_key_values=cache, use_cache=True)
+        return [feed(model, c, t.view(1))[0] for t in tokens(8, 3) for c in caches]
+
+    ours = both()
+    assert step_of(model).ready is not None
+    plain(model)
+    assert all(torch.equal(a, b) for a, b in zip(ours, both(), strict=True))
+
+
+def test_copies_have_steps_of_their_own(packed: Callable[[str], Path]) -> None:
+    model = load(str(packed("mixtral")))
+    expected = conversation(model, turns=1)
+    twin = copy.deepcopy(model)
+    assert step_of(twin) is not step_of(model)
+    assert step_of(twin).model is twin
+    assert step_of(twin).ready is None
+    with torch.no_grad():
+        twin.model.norm.weight.mul_(2)
+    other = conversation(twin, turns=1)
+    assert step_of(twin).ready is not None
+    assert not torch.equal(other[0][-1], expected[0][-1])
+    assert_same(conversation(model, turns=1), expected)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    back = torch.load(saved, weights_only=False)
+    assert step_of(back).model is back
+    assert_same(conversation(back, turns=1), expected)
+
+
+def _hook(model: PreTrainedModel) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _weights(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.mul_(3)
+
+
+def _memory(model: PreTrainedModel) -> None:
+    model.model.norm.weight.data = model.model.norm.weight.data * 3
+
+
+def _parameter(model: PreTrainedModel) -> None:
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach() * 3)
+
+
+def _module(model: PreTrainedModel) -> None:
+    model.model.layers[0].self_attn.q_proj = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.fill_(0.01)
+
+
+def _mode(model: PreTrainedModel) -> None:
+    configure(model, CpuSettings("int8"))
+
+
+def _forward(model: PreTrainedModel) -> None:
+    attention = model.model.layers[0].self_attn
+    real = attention.forward
+    attention.forward = lambda *args, **kwargs: (real(*args, **kwargs)[0] * 2, None)
+
+
+@pytest.mark.parametrize("change", [_hook, _weights, _memory, _parameter, _module, _mode, _forward])
+def test_changes_of_the_model_are_seen(change: Callable[..., None], packed: Callable[[str], Path]) -> None:
+    model = load(str(packed("mixtral")))
+    before = conversation(model, turns=1, steps=6)
+    assert step_of(model).ready is not None
+    change(model)
+    ours = conversation(model, turns=1, steps=8)
+    assert not torch.equal(ours[0][0], before[0][0])
+    assert_same(ours, conversation(plain(model), turns=1, steps=8))
+
+
+def test_what_is_no_step(packed: Callable[[str], Path]) -> None:
+    """Batches, masks, gradients, and what else is asked for go to the model's own forward."""
+    model = load(str(packed("mixtral")))
+    _, cache = conversation(model, turns=1, steps=6)
+    step = step_of(model)
+    assert step.ready is not None
+    step._run = None  # type: ignore[assignment, method-assign]
+    one = torch.tensor([[5]])
+    length = cache.get_seq_length()
+    holes = torch.ones(1, length + 1, dtype=torch.int64)
+    holes[0, 0] = 0
+    batch = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=tokens(8).view(2, 4), past_key_values=batch, use_cache=True)
+        model(input_ids=tokens(2).view(2, 1), past_key_values=batch, use_cache=True)
+    calls: list[dict[str, Any]] = [
+        {"attention_mask": holes},
+        {"position_ids": torch.tensor([[length + 3]])},
+        {"output_hidden_states": True},
+        {"labels": one},
+        {"use_cache": False},
+    ]
+    for asked in calls:
+        with torch.inference_mode():
+            model(input_ids=one, past_key_values=copy.deepcopy(cache), **asked)
+    model(input_ids=one, past_key_values=copy.deepcopy(cache))
+    with torch.inference_mode(), pytest.raises(TypeError):
+        model(input_ids=one, past_key_values=cache)
+
+
+def test_a_wrong_operator_is_found_out(
+    packed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is off by one unit in the last place: steps go on as the model's own."""
+    model = load(str(packed("mixtral")))
+    aten = torch.ops.aten
+    right = small._OPERATORS[aten.mul.Tensor]
+
+    def wrong(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nodes = right(out, args, kwargs)
+        return nodes and [*nodes, *(small._OPERATORS[aten.add.Tensor](out, (out, out), {}) or [])]
+
+    monkeypatch.setitem(small._OPERATORS, aten.mul.Tensor, wrong)
+    ours = conversation(model)
+    assert step_of(model).why == "its logits are other ones"
+    assert_same(ours, conversation(plain(model)))
+
+
+def test_streaming_experts_are_not_replayed(packed: Callable[[str], Path]) -> None:
+    model = load(str(packed("mixtral")), memory="64MiB")
+    ours = conversation(model, turns=1, steps=4)
+    assert not isinstance(model.forward, Step) or step_of(model).ready is None
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(ours[0], conversation(load(str(packed("mixtral"))), 1, 4)[0], strict=True)
+    )
+
+
+def test_memory_is_used_again(packed: Callable[[str], Path]) -> None:
+    """Tensors of a step share memory where they can: less than all of them take."""
+    model = load(str(packed("deepseek")))
+    conversation(model, turns=1, steps=4)
+    ready = step_of(model).ready
+    assert ready is not None
+    assert lower.ALIGNMENT <= ready.logits.untyped_storage().nbytes() < 64 << 10
