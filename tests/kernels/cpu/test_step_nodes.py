@@ -133,8 +133,9 @@ def test_rows_of_a_table_and_of_a_cache_are_checked() -> None:
     run(ops.gather(out, table, index))
     assert torch.equal(out[0], table[3])
     for wrong in (-1, 5):
+        index.fill_(wrong)
         with pytest.raises(ShapeError, match=f"row {wrong} of 5"):
-            run(ops.gather(out, table, torch.tensor([wrong])))
+            run(ops.gather(out, table, index))
     full = ops.StepCache(end=4, capacity=4)
     with pytest.raises(ShapeError, match="row 4 of 4"):
         run(ops.append_row(torch.randn(2, 16), torch.randn(2, 16), full))

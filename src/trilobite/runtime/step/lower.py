@@ -186,9 +186,7 @@ class Lowering:
         """A packed module by the call that is bound to its weights."""
         module = node.what
         residence = module.residence
-        if not isinstance(residence, AsStored):
-            raise Unsuited("its experts stream, or lie elsewhere")
-        if node.kwargs or residence.binding is None:
+        if node.kwargs or not isinstance(residence, AsStored) or residence.binding is None:
             return None
         call, y = residence.binding.made, self.place(node.outputs[0])
         inputs = [self.place(t) for t in node.args]

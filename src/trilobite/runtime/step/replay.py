@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from trilobite.errors import one_line
 from trilobite.kernels import ops
 from trilobite.runtime.attention import ATTENTION
-from trilobite.runtime.modules.residence import PackedModule
+from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.lower import Lowered, lower
 from trilobite.runtime.step.trace import Trace, Unsuited, differ, record
 
@@ -159,6 +159,9 @@ class Step:
             raise Unsuited(
                 f"its attention is {config.get_text_config()._attn_implementation!r}, not the engine's"
             )
+        packed = (m for m in self.model.modules() if isinstance(m, PackedModule))
+        if not all(isinstance(m.residence, AsStored) for m in packed):
+            raise Unsuited("its experts stream, or lie elsewhere")
         if any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules()):
             raise Unsuited("there are hooks on its modules")
         if any("forward" in m.__dict__ for m in self.model.modules() if m is not self.model):
