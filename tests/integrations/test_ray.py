@@ -136,6 +136,19 @@ def test_a_head_that_is_gone() -> None:
         workers._answer(None)
 
 
+@pytest.mark.parametrize(
+    ("address", "count", "cores", "slots"),
+    [("local", 0, 1, 2), ("local", 2, 2, 3), ("auto", 0, 32, 40), ("auto", 7, 32, 7), ("auto", 0, 0, 1)],
+)
+def test_a_task_waits_for_who_ends_unless_there_is_a_limit(
+    address: str, count: int, cores: int, slots: int
+) -> None:
+    workers = RayWorkers(address, count)
+    nodes = [{"Alive": True, "Resources": {"CPU": cores}}, {"Alive": False, "Resources": {"CPU": 64}}]
+    workers._ray = SimpleNamespace(nodes=lambda: nodes)
+    assert workers.slots() == slots
+
+
 def parent(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 

@@ -128,14 +128,16 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def test_two_nodes(models: Models) -> None:
+@pytest.mark.parametrize("model_type", [TYPES[0], *(pytest.param(t, marks=long) for t in TYPES[1:4])])
+def test_two_nodes(models: Models, model_type: str) -> None:
     """Without Ray: the second one has no API, only its rank."""
-    packed, expected = models("mixtral")
+    packed, expected = models(model_type)
     port = _free_port()
     nodes = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
     flags = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     flags += ["--headless", "-tp", "2", "--dtype", "float32", "--max-model-len", "128", "--enforce-eager"]
-    with _serving(packed, [*flags, "--skip-tokenizer-init"], "1"):
+    flags += ["--skip-tokenizer-init", "--compilation-config", json.dumps(ROTATED)]
+    with _serving(packed, flags, "1"):
         assert _tokens(packed, "0", node_rank=0, **nodes, **TWO) == expected
 
 

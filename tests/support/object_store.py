@@ -1,4 +1,4 @@
-"""An object store on the loopback interface (moto's), behind a proxy that keeps books and fails on demand."""
+"""Object stores on the loopback interface (S3: moto's), behind a proxy that keeps books and fails on demand."""
 
 import http.client
 import logging
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,6 +20,8 @@ from trilobite.checkpoint.remote import store as remote
 
 BUCKET = "s3://bucket"
 HOP = {"connection", "transfer-encoding", "content-length", "server", "date"}
+FORM = 2000
+"""Google's uploads begin with as much that is not the object, at most half of it."""
 SLEEP = 2.5
 """Longer than the client waits."""
 
@@ -35,7 +37,7 @@ class Request:
 
 @dataclass
 class ObjectStore:
-    """fault: what to do to a request (method, path): "", 500, slow, short, cut, or flip for bytes that are written."""
+    """fault: what to do to a request (method, path): "", 403, 500, slow, short, cut, or flip for bytes that are sent."""
 
     endpoint: str
     fault: Callable[[str, str], str] = lambda *_: ""
@@ -71,13 +73,13 @@ class ObjectStore:
     def get(self, url: str, folder: Path) -> Path:
         folder.mkdir()
         for name in self.fs.find(url):
-            path = folder / name.removeprefix(f"{url.removeprefix('s3://')}/")
+            path = folder / name.removeprefix(f"{url.partition('://')[2]}/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.fs.cat_file(name))
         return folder
 
     def names(self, url: str) -> list[str]:
-        return sorted(name.removeprefix(f"{url.removeprefix('s3://')}/") for name in self.fs.find(url))
+        return sorted(name.removeprefix(f"{url.partition('://')[2]}/") for name in self.fs.find(url))
 
     def of(self, method: str, part: str = "") -> list[Request]:
         return [r for r in self.requests if r.method == method and part in r.path]
@@ -121,16 +123,28 @@ def object_store() -> Iterator[ObjectStore]:
     behind = server.get_host_and_port()
     reset = urllib.request.Request(f"http://{behind[0]}:{behind[1]}/moto-api/reset", method="POST")
     urllib.request.urlopen(reset).close()  # all of moto's servers in a process hold the same objects
+    try:
+        with behind_proxy(ObjectStore, behind) as store:
+            yield store
+    finally:
+        server.stop()
+
+
+Store = TypeVar("Store", bound=ObjectStore)
+
+
+@contextmanager
+def behind_proxy(kind: type[Store], behind: tuple[str, int]) -> Iterator[Store]:
+    """The store of a server at HOST, PORT."""
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     proxy.daemon_threads = True
-    store = ObjectStore(f"http://127.0.0.1:{proxy.server_port}")
+    store = kind(f"http://127.0.0.1:{proxy.server_port}")
     proxy.store, proxy.behind = store, behind  # type: ignore[attr-defined]
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     try:
         yield store
     finally:
         proxy.shutdown()
-        server.stop()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -150,12 +164,15 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(SLEEP)
             self.close_connection = True
             return
-        if kind == "500":
-            self._answer(500, [], b"<Error><Code>InternalError</Code><Message>We broke</Message></Error>")
+        if kind in ("403", "500"):
+            self._answer(
+                int(kind), [], b"<Error><Code>InternalError</Code><Message>We broke</Message></Error>"
+            )
             return
         headers = dict(self.headers.items())
-        if kind == "flip" and self.command == "PUT" and sent:
-            sent = bytes([sent[0] ^ 1]) + sent[1:]
+        if kind == "flip" and (self.command == "PUT" or "/upload/" in self.path) and len(sent) > FORM:
+            middle = len(sent) // 2
+            sent = sent[:middle] + bytes([sent[middle] ^ 1]) + sent[middle + 1 :]
             headers = {
                 k: v
                 for k, v in headers.items()

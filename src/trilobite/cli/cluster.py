@@ -1,6 +1,6 @@
 """Options of commands that give work to a cluster, and what they print of it."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +36,14 @@ def chosen_workers(address: str | None, workers: int) -> "RayWorkers | None":
     from trilobite.integrations.ray import RayWorkers
 
     return RayWorkers(address, workers, note)
+
+
+def described_nodes(workers: "RayWorkers") -> list[dict[str, Any]]:
+    """What each node of a cluster did, for JSON."""
+    return [
+        {"node": n.name, "tensors": n.tensors, "weights": n.weights, "weights_per_second": round(n.rate)}
+        for n in workers.nodes.values()
+    ]
 
 
 def print_nodes(workers: "RayWorkers") -> None:

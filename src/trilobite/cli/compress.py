@@ -17,7 +17,14 @@ from trilobite.cli.budget import (
     chosen_budget,
     print_account,
 )
-from trilobite.cli.cluster import NodesOption, RayOption, WorkersOption, chosen_workers, print_nodes
+from trilobite.cli.cluster import (
+    NodesOption,
+    RayOption,
+    WorkersOption,
+    chosen_workers,
+    described_nodes,
+    print_nodes,
+)
 from trilobite.cli.console import (
     CompressProgress,
     Progress,
@@ -67,6 +74,7 @@ from trilobite.signals import tell_state
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trilobite.integrations.ray import RayWorkers
     from trilobite.quantize.plan.report import Report
     from trilobite.quantize.run.compress import Result
 
@@ -222,12 +230,10 @@ def compress(
             options=progress.options(jobs, device if cluster else usable_device(device), cluster, scratch),
         )
         tell_state(None)
-    if cluster and verbose:
-        print_nodes(cluster)
-    _print_result(dst, result, json)
+    _print_result(dst, result, json, cluster if verbose else None)
 
 
-def _print_result(dst: str, result: "Result", json: bool) -> None:
+def _print_result(dst: str, result: "Result", json: bool, cluster: "RayWorkers | None") -> None:
     from trilobite.checkpoint.packed import read_report
     from trilobite.checkpoint.source import open_source
     from trilobite.quantize.plan.report import faint, report, scarce, slowest
@@ -250,8 +256,12 @@ def _print_result(dst: str, result: "Result", json: bool) -> None:
         if lost := faint(tensors):
             extra["underflow"] = lost
         extra |= {"seconds": round(result.seconds, 3), "fresh": result.fresh, "slowest": dict(slow)}
+        if cluster:
+            extra["nodes"] = described_nodes(cluster)
         print_json(made.to_dict() | extra)
         return
+    if cluster:
+        print_nodes(cluster)
     if not result.fresh:
         note(f"{dst}: is already complete; nothing was done")
     if account := found["identity"].get("planner"):

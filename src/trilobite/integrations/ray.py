@@ -42,6 +42,8 @@ PATIENCE = 10.0
 """Seconds between looks at a cluster that does not answer a task."""
 FRESH = 2.0
 """Seconds for which the number of cores is believed."""
+AHEAD = 4
+"""For so many cores one task more is sent than there are cores, so that a worker that ends finds the next one there."""
 REACH = 5.0
 """Seconds in which a cluster has to answer at all."""
 LEAST_MEMORY = 2**28
@@ -132,14 +134,19 @@ class RayWorkers:
         self._ray.shutdown()
 
     def slots(self) -> int:
-        """As many as the cluster has cores now; what is asked for, where it is: some clusters grow on demand."""
+        """One a core that the cluster has now, and a few that wait for one.
+
+        Or what was asked for, on a cluster of others: some grow on demand, and a limit is one.
+        """
         with self._lock:
             if time.monotonic() - self._asked > FRESH:
                 nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
                 self._cores = int(sum(node.get("CPU", 0) for node in nodes))
                 self._largest = max((node.get("memory", 0) for node in nodes if node.get("CPU")), default=0)
                 self._asked = time.monotonic()
-            return max(1, min(self._count or self._cores, MOST_TASKS))
+            ahead = -(-self._cores // AHEAD)
+            own = self._address == LOCAL or not self._count
+            return max(1, min(self._cores + ahead if own else self._count, MOST_TASKS))
 
     def do(self, job: Job, task: Task) -> list[Record]:
         """Let a worker do a task, and others after it when it dies."""

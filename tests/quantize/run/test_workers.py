@@ -79,6 +79,16 @@ def test_as_on_one_machine(
     assert count < len(workers.tasks) < len(names)  # some tasks are of several lines
 
 
+def test_the_largest_first(mixtral: Path, tmp_path: Path) -> None:
+    """So that no worker is at one when the others have nothing left."""
+    workers = FakeWorkers(1)
+    result = pack(mixtral, tmp_path / "dst", load_recipe("rtn3"), workers)
+    sizes = {line.matrix.name: torch.Size(line.matrix.shape).numel() for line in result.plan.lines}
+    order = [sizes[name] for task in workers.tasks for name in task]
+    assert order == sorted(order, reverse=True)
+    assert order[0] > order[-1]
+
+
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [

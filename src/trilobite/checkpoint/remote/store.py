@@ -4,6 +4,7 @@ A network forgets, cuts off and answers late, so no answer is believed before it
 nothing counts as written before it was read back. What no trial would change (no such file, no access) is told at once.
 """
 
+import logging
 import os
 import random
 import re
@@ -25,6 +26,8 @@ PIECE = 32 * 2**20
 """Bytes of one request: what a fault costs."""
 S3_PATIENCE = {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 3}}
 """Of botocore, which else tries for minutes before it tells."""
+GS_PATIENCE = {"total": 600, "sock_connect": 10, "sock_read": 30}
+"""Of gcsfs, which else waits for ever; the first one is for 50 MiB that are sent."""
 BUGS = (AssertionError, AttributeError, NameError, TypeError)
 NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError"}
 """Names of others' errors that are no PermissionError and say the same."""
@@ -64,12 +67,27 @@ def _filesystem(protocol: str, process: int) -> Any:
         configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
         options["config_kwargs"] = {**S3_PATIENCE, **configured}
     try:
+        if protocol == "gs":
+            options |= _gs_options()
         return fsspec.filesystem(protocol, **options)
     except ImportError as e:
         package = PACKAGES[protocol]
         raise MissingExtraError(
             f"{protocol}:// needs {package}: pip install {package}, or 'trilobite[remote]' for all kinds"
         ) from e
+
+
+def _gs_options() -> dict[str, Any]:
+    """Of gcsfs: an end to waiting, nothing remembered of objects, and none of the tracebacks that it logs.
+
+    It raises what it logs, too. Raises ImportError.
+    """
+    import fsspec
+    from aiohttp import ClientTimeout
+
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    own = {"requests_timeout": ClientTimeout(**GS_PATIENCE), "use_listings_cache": False}
+    return {**own, **fsspec.config.conf.get("gs", {})}
 
 
 def patiently(url: str, call: Callable[[], T]) -> T:
@@ -97,7 +115,8 @@ def _final(e: Exception) -> str:
     if type(e).__name__ == "FileExpired":  # s3fs asks for the tag with every range
         return CHANGED
     status = getattr(getattr(e, "response", None), "status_code", None) or getattr(e, "code", None)
-    if isinstance(e, PermissionError) or type(e).__name__ in NO_ACCESS or status in (401, 403):
+    forbidden = isinstance(e, PermissionError) or str(e).startswith("Forbidden: ")  # gcsfs
+    if forbidden or type(e).__name__ in NO_ACCESS or status in (401, 403):
         return (
             f"no access ({one_line(e)}); check the name and the credentials (`aws configure`, "
             "`gcloud auth application-default login`, `hf auth login`)"

@@ -159,7 +159,12 @@ class Spread:
         return self._workers.slots()
 
     def portions(self, lines: Sequence[PlanLine]) -> Iterator[Sequence[PlanLine]]:
-        """By bytes; the last ones are small, so that nobody waits for one worker long."""
+        """By bytes, the largest first; the last ones are small, so that nobody waits for one worker long.
+
+        In their own order where finished shards are sent: unfinished ones have to fit on this machine.
+        """
+        if self._job.mark:
+            lines = sorted(lines, key=self._weights, reverse=True)
         sizes = [self._weights(line) for line in lines]
         left, first = sum(sizes), 0
         while first < len(lines):
