@@ -18,7 +18,7 @@ def heavy_tailed(n: int, k: int) -> Tensor:
     return (torch.randn(n, k, generator=generator) / (chi / 5).sqrt_() * 0.02).bfloat16()
 
 
-def write_mixtral(folder: Path, layers: int) -> tuple[list[int], int]:
+def write_mixtral(folder: Path, layers: int, experts: int = 8) -> tuple[list[int], int]:
     """A sharded checkpoint of Mixtral-8x7B's shapes; its weights are one random block, scaled and repeated.
 
     returns: elements of the two largest tensors, parameters
@@ -32,12 +32,12 @@ def write_mixtral(folder: Path, layers: int) -> tuple[list[int], int]:
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "num_hidden_layers": layers,
-        "num_local_experts": 8,
+        "num_local_experts": experts,
         "vocab_size": 32000,
         "dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = dict(_mixtral_tensors(layers))
+    shapes = dict(_mixtral_tensors(layers, experts))
     block = heavy_tailed(4096, 1024)
     shards = [
         ("model.embed_tokens.", "model.norm.", "lm_head."),
@@ -54,7 +54,7 @@ def write_mixtral(folder: Path, layers: int) -> tuple[list[int], int]:
     return sizes[:2], sum(sizes)
 
 
-def _mixtral_tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mixtral_tensors(layers: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name in ("model.embed_tokens", "lm_head"):
         yield f"{name}.weight", (32000, 4096)
     yield "model.norm.weight", (4096,)
@@ -64,8 +64,8 @@ def _mixtral_tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{layer}.{norm}.weight", (4096,)
         for name, rows in (("q", 4096), ("k", 1024), ("v", 1024), ("o", 4096)):
             yield f"{layer}.self_attn.{name}_proj.weight", (rows, 4096)
-        yield f"{layer}.block_sparse_moe.gate.weight", (8, 4096)
-        for e in range(8):
+        yield f"{layer}.block_sparse_moe.gate.weight", (experts, 4096)
+        for e in range(experts):
             for name, shape in (("w1", (14336, 4096)), ("w2", (4096, 14336)), ("w3", (14336, 4096))):
                 yield f"{layer}.block_sparse_moe.experts.{e}.{name}.weight", shape
 

@@ -28,10 +28,12 @@ class GoogleStore(ObjectStore):
 
 
 def point_at(store: GoogleStore, patch: pytest.MonkeyPatch) -> None:
-    """Let gs:// mean that store, and lose patience with it soon."""
+    """Let gs:// mean that store, for anybody, and lose patience with it soon."""
+    import fsspec
     import gcsfs
 
     patch.setenv("STORAGE_EMULATOR_HOST", store.endpoint)
+    patch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
     patch.setattr(remote, "PAUSE", 0.01)
     patch.setattr(remote, "GS_PATIENCE", {"total": 20, "sock_connect": 2, "sock_read": 1.5})
     gcsfs.GCSFileSystem.clear_instance_cache()  # they keep the endpoint that they began with

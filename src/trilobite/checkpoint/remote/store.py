@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,6 +124,8 @@ def _final(e: Exception) -> str:
         )
     if isinstance(e, FileNotFoundError) or status == 404:
         return f"not there ({one_line(e)}); check the name"
+    if isinstance(e, JSONDecodeError):  # of an answer that was cut off
+        return ""
     return f"{one_line(e)}; check the URL" if isinstance(e, ValueError | NotImplementedError) else ""
 
 
