@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.architectures import build_checkpoint
 from support.runs import PlugPulled
 from support.translators import LONGEST, save, switch, t5
@@ -71,6 +72,27 @@ def test_lines_in_the_order_of_the_input(run: Run, model: Path) -> None:
     for text in (TEXT.replace(b"\n", b"\r\n"), TEXT[:-1], b"\xef\xbb\xbf" + TEXT):
         assert run(model, "--beams", 2, text=text).out == made.out
     assert run(model, text=b"").out == ""
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_logits_that_are_not_finite(
+    run: Run, tmp_path: Path, beams: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line that says where they begin, and no translation."""
+    folder = save(tmp_path / "damaged", switch)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(
+        n for n in tensors if n.startswith("decoder.block.1.") and n.endswith("SelfAttention.v.weight")
+    )
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    made = run(folder, "--beams", beams)
+    assert made.status == 1
+    assert made.out == ""
+    said = made.err.strip().splitlines()
+    assert len(said) == 1
+    assert f"logits are NaN or infinite, which begins in {name.removesuffix('.weight')};" in said[0]
 
 
 def test_windows_are_printed_one_after_the_other(

@@ -78,6 +78,35 @@ def test_an_error_in_a_step_is_not_the_end(tmp_path: Path, monkeypatch: pytest.M
         batching.stop()
 
 
+def test_logits_that_are_not_finite_say_where_that_begins(tmp_path: Path) -> None:
+    """At the first token, and in the middle of a text; other texts of the model go on afterwards."""
+    build_checkpoint("mixtral", tmp_path / "model")
+    model = trilobite.load(str(tmp_path / "model"))
+    wanted = expected(model, [5, 6, 7], 4)
+    batching = Batching(model, None, make_pages(model, 2, 64), 60)
+    batching.start()
+    model.model.embed_tokens.weight.data[9] = torch.nan
+    model.model.layers[1].self_attn.o_proj.weight.data[:, 0] = torch.nan
+    try:
+        (failed,) = results(batching, [[5, 6, 7]], 4)
+        assert (
+            "model: logits are NaN or infinite, which begins in model.layers.1.self_attn.o_proj"
+            in failed.error
+        )
+        assert not failed.generated_tokens
+        model.model.layers[1].self_attn.o_proj.weight.data[:, 0] = 0
+        batching._cb._generation_thread.join(10)
+        assert batching.is_alive()
+        (failed,) = results(batching, [[5, 9, 7]], 4)
+        assert "which begins in model.embed_tokens" in failed.error
+        batching._cb._generation_thread.join(10)
+        assert batching.is_alive()
+        (made,) = results(batching, [[5, 6, 7]], 4)
+        assert len(made.generated_tokens) == len(wanted)
+    finally:
+        batching.stop()
+
+
 def test_states_that_have_no_pages(tmp_path: Path) -> None:
     build_checkpoint("jamba", tmp_path / "model")
     with pytest.raises(ArchitectureError, match="trilobite chat"):

@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser
 
+from trilobite.errors import EvaluationError
+from trilobite.runtime.finite import not_finite
 from trilobite.serve.answer import Answer, Wish
 from trilobite.serve.attention import ATTENTION
 from trilobite.serve.call import CALL
@@ -32,6 +36,15 @@ class Manager(ContinuousBatchingManager):  # type: ignore[misc]
         """Ours, on every device."""
         self._original_attn_impl = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
+
+    def not_finite(self, tokens: list[int]) -> EvaluationError:
+        """Where NaN or infinite values begin in a text, which is run once more, with attention as it was."""
+        self.model.set_attn_implementation(self._original_attn_impl)
+        try:
+            ids = torch.tensor([tokens], device=self.model.device)
+            return not_finite(self.model, {"input_ids": ids}, Path(self.model.name_or_path).name)
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
 
     def _create_batch_processor(self) -> Any:
         with _page_shape(self.model.config.get_text_config()):
@@ -73,7 +86,7 @@ class Batching(CBGenerateManager):  # type: ignore[misc]
         self.tokenizer, self.seconds = tokenizer, seconds
         ends = model.generation_config.eos_token_id
         self._cb = Manager(model, GenerationConfig(do_sample=False, eos_token_id=ends), config)
-        self._cb.logit_processor = Sampler()
+        self._cb.logit_processor = Sampler(self._cb.not_finite)
 
     def start(self) -> None:
         """Run requests from now on, in a thread."""

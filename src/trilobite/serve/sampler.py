@@ -1,5 +1,6 @@
 """The next token of every text in a batch, each drawn as its request wishes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -103,9 +104,10 @@ class Sampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
     asynchronous batching), so what `prepare_tensor_args` was told of a batch still holds when its logits come.
     """
 
-    def __init__(self) -> None:
-        """Before the first batch."""
+    def __init__(self, not_finite: Callable[[list[int]], EvaluationError]) -> None:
+        """Before the first batch. not_finite: what to raise of a text, its tokens, whose logits are NaN or infinite."""
         super().__init__(LogitsProcessorList())
+        self.not_finite = not_finite
         self.do_processing = True
         self.batch: list[FutureRequestState] = []
 
@@ -122,9 +124,10 @@ class Sampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
         """scores: [texts, V] fp32, changed in place so that the largest of a row is the token drawn."""
-        if not bool(scores.amax(-1).isfinite().all()):
-            raise EvaluationError("logits are NaN or infinite; `trilobite generate` says where they begin")
         # Prompts that go on in the next step have rows too, after all others, which nobody reads.
+        for finite, future in zip(scores.amax(-1).isfinite().tolist(), self.batch, strict=False):
+            if not finite:
+                raise self.not_finite(future.state.initial_tokens + future.state.generated_tokens)
         for row, future in zip(scores, self.batch, strict=False):
             draw = future.state.logit_processor_kwargs["draw"]
             if not draw.greedy:
