@@ -113,7 +113,7 @@ def meta_weight(n: int, k: int, fmt: AnyFormat, rank: int, kind: str) -> PackedW
     if rank:
         shapes |= {"lra": factor_shape(kind, rank, n), "lrb": factor_shape(kind, rank, k)}
     dtypes = dict.fromkeys(("lra", "lrb"), torch.float16 if kind == "fp16" else torch.uint8)
-    parts = {
+    parts: dict[str, Any] = {
         name: torch.empty(shape, dtype=dtypes.get(name, torch.uint8), device="meta")
         for name, shape in shapes.items()
     }

@@ -34,12 +34,12 @@ def unpacked(folder: Path, original: Path) -> PreTrainedModel:
 def decoded(folder: Path) -> dict[str, Tensor]:
     """The tensors of a packed model by the original's names, every matrix decoded."""
     tensors = map_tensors(open_source(str(folder)))
-    shapes = {t["name"].removesuffix(".weight"): t["shape"] for t in read_report(folder)["tensors"]}
+    rows = {t["name"].removesuffix(".weight"): t for t in read_report(folder)["tensors"]}
     for path, parts in group_parts(tensors).items():
-        n, k = shapes[path]
+        (n, k), exponent = rows[path]["shape"], rows[path].get("exponent", 0)
         for suffix in parts:
             del tensors[f"{path}.weight_{suffix}"]
-        tensors[f"{path}.weight"] = dequantize(PackedWeight(shape=(n, k), **parts))
+        tensors[f"{path}.weight"] = dequantize(PackedWeight(shape=(n, k), exponent=exponent, **parts))
     return tensors
 
 

@@ -35,6 +35,15 @@ def test_layers_of_vllm_find_their_matrices(tmp_path: Path) -> None:
     assert manifest.experts == {"model.layers.0.block_sparse_moe.experts"}
 
 
+def test_powers_of_two_are_refused(tmp_path: Path) -> None:
+    folder = _checkpoint(tmp_path, {f"{ATTENTION}.q_proj": packed_weight(64, 64, "int3-g64")})
+    (folder / "config.json").write_text(
+        '{"model_type": "mixtral", "quantization_config": {"exponents": {"a.weight": -26}}}'
+    )
+    with pytest.raises(CheckpointError, match=r"1 matrices are stored times powers of two, first a\.weight"):
+        read_manifest(open_source(folder))
+
+
 def test_names_follow_those_of_the_model() -> None:
     manifest = Manifest({"model.a.q_proj": 16, "model.mtp.q_proj": 16}, frozenset({"model.a.moe.experts"}))
 

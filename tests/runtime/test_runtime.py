@@ -467,7 +467,7 @@ def test_a_truncated_file(broken: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["load", "from_pretrained"])
-@pytest.mark.parametrize("version", [2, "1", None])
+@pytest.mark.parametrize("version", [3, "1", None])
 def test_another_format_version(broken: Path, way: str, version: object) -> None:
     for name in ("config.json", "trilobite.json"):
         data = json.loads((broken / name).read_text())

@@ -43,6 +43,8 @@ from trilobite.checkpoint.remote.upload import WAITING, Upload
 from trilobite.errors import CheckpointError, DestinationError, FormatVersionError
 
 FORMAT_VERSION = 1
+SCALED_VERSION = 2
+"""The same, with `exponents` in quantization_config: powers of two, by matrix, which older releases would pass by."""
 REPORT = "trilobite.json"
 TIMES = "trilobite-times.json"
 """Seconds by tensor: the one file that differs between equal runs."""
@@ -366,8 +368,9 @@ def check_finished(path: Path) -> None:
 
 def check_version(version: object, where: str) -> None:
     """Raise FormatVersionError unless this release reads packed checkpoints of that version."""
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version not in (FORMAT_VERSION, SCALED_VERSION):
         raise FormatVersionError(
-            f"{where}: packed in format version {version!r}, this release reads version {FORMAT_VERSION}; "
+            f"{where}: packed in format version {version!r}, this release reads version {FORMAT_VERSION} "
+            f"and {SCALED_VERSION}; "
             "upgrade trilobite, or compress the original again"
         )

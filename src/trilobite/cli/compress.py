@@ -253,8 +253,8 @@ def _print_result(dst: str, result: "Result", json: bool, cluster: "RayWorkers |
             extra["few_tokens"] = [
                 dict(zip(("module", "matrices", "tokens", "own"), r, strict=True)) for r in few
             ]
-        if lost := faint(tensors):
-            extra["underflow"] = lost
+        if scaled := faint(tensors):
+            extra["scaled"] = scaled
         extra |= {"seconds": round(result.seconds, 3), "fresh": result.fresh, "slowest": dict(slow)}
         if cluster:
             extra["nodes"] = described_nodes(cluster)
@@ -269,10 +269,10 @@ def _print_result(dst: str, result: "Result", json: bool, cluster: "RayWorkers |
     print_report(made, f"{dst}, recipe {result.plan.recipe.name}")
     print_kept(made)
     _print_scarce(tensors)
-    if lost := faint(tensors):
+    if scaled := faint(tensors):
         note(
-            f"{len(lost)} matrices are stored as zeros, first {lost[0]}: their weights are below what fp16 scales hold; "
-            "where they matter, give them a format with fp32 scales (-dq) by a rule, or keep them in 16 bit"
+            f"{len(scaled)} matrices are stored times powers of two, first {scaled[0]}: their weights are below what "
+            "fp16 scales hold; models that are loaded have them in 16 bit"
         )
     if slow:
         print_table(("slowest tensors", "seconds"), [(name, number(s, 2)) for name, s in slow])

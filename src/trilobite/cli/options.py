@@ -181,7 +181,8 @@ FinetuneOption = Annotated[
     typer.Option(
         "--finetune",
         help="Train the sign vectors of lattice formats, norms and routers on the calibration text: `block` by block, "
-        "or `full`: block by block, then the whole model.",
+        "or `full`: block by block, then the whole model; `paper-block` or `paper-full`: as published, after each "
+        "matrix of a block.",
         metavar="HOW",
     ),
 ]

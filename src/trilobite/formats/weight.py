@@ -20,6 +20,7 @@ every rank-one term has scales of its own and no rank wastes a bit. U is stored 
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class PackedWeight:
     packed: [ceil(N/16), tiles, tile_bytes] uint8      scale: [ceil(N/16), D, 8, 16 or 32] uint8, or None
     lattice: [12] uint8, signs_in, signs_out: uint8, of a lattice format (its G is 8); all or none
     lra: U^T, a factor of R vectors of length N        lrb: V, a factor of R vectors of length K; both or none
+    exponent: of the power of two that all of it is multiplied with; no tensor holds it. Kernels run weights without one
     """
 
     shape: tuple[int, int]
@@ -52,6 +54,7 @@ class PackedWeight:
     signs_out: Tensor | None = None
     lra: Tensor | None = None
     lrb: Tensor | None = None
+    exponent: int = 0
 
     @property
     def format(self) -> AnyFormat:
@@ -76,6 +79,11 @@ class PackedWeight:
         """The stored tensors by suffix, in file order."""
         parts = {s: getattr(self, s) for s in SUFFIXES}
         return {s: t for s, t in parts.items() if t is not None}
+
+    def to(self, device: torch.device) -> "PackedWeight":
+        """The same on a device."""
+        parts: dict[str, Any] = {s: t.to(device) for s, t in self.tensors().items()}
+        return replace(self, **parts)
 
     def nbytes(self) -> int:
         """Bytes on disk."""
@@ -233,7 +241,7 @@ def with_real_signs(w: PackedWeight) -> PackedWeight:
 
 
 def dequantize(w: PackedWeight) -> Tensor:
-    """The matrix that a packed weight stands for: dequant(codes) + U V, or T_out^T decode(codes) T_in + U V.
+    """The matrix that a packed weight stands for: dequant(codes) + U V, or T_out^T decode(codes) T_in + U V; times 2^e.
 
     returns: [N, K] fp32
     """
@@ -243,7 +251,16 @@ def dequantize(w: PackedWeight) -> Tensor:
         fmt = w.format
         assert isinstance(fmt, Format)
         base = affine.decode(w.packed, w.scale, fmt, w.shape)
-    if w.lra is None or w.lrb is None:
-        return base
-    n, k = w.shape
-    return torch.addmm(base, decode_factor(w.lra, n).T, decode_factor(w.lrb, k))
+    if w.lra is not None and w.lrb is not None:
+        n, k = w.shape
+        base = torch.addmm(base, decode_factor(w.lra, n).T, decode_factor(w.lrb, k))
+    return base * 2.0**w.exponent if w.exponent else base
+
+
+def check_unscaled(w: PackedWeight) -> PackedWeight:
+    """The same weight. Raises ShapeError for one with an exponent, which kernels do not know."""
+    if w.exponent:
+        raise ShapeError(
+            f"a weight times 2^{w.exponent}: kernels run none; decode it (formats.weight.dequantize)"
+        )
+    return w

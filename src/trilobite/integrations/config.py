@@ -20,6 +20,7 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
     keep_unmatched: when quantizing on load, keep what no role and no part of the model claims (`--keep-unmatched`)
     tensors: dtypes and shapes by name, rows: N where tiles do not tell it, and folder, where they are, are set by
     `trilobite.load`: it has no checkpoint files to look them up in
+    exponents: by matrix, of the powers of two that format version 2 has; applied while loading
     activations, threads, memory, gpu_memory: as in `trilobite.load`, of the model that loads; not stored. The last two
     are for packed checkpoints, whose experts stay in their files then
     """
@@ -31,6 +32,7 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         keep_unmatched: bool = False,
         tensors: Tensors | None = None,
         rows: dict[str, int] | None = None,
+        exponents: dict[str, int] | None = None,
         folder: str | None = None,
         activations: str = "exact",
         threads: int | None = None,
@@ -45,6 +47,7 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.keep_unmatched = keep_unmatched
         self.tensors = tensors
         self.rows = rows
+        self.exponents = exponents or {}
         self.folder = folder
         self.activations, self.threads = activations, threads
         self.memory, self.gpu_memory = memory, gpu_memory

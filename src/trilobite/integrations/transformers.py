@@ -20,7 +20,7 @@ from transformers.core_model_loading import ConversionOps, PrefixChange, WeightC
 from transformers.quantizers import HfQuantizer
 
 from trilobite.checkpoint.guard import lift
-from trilobite.checkpoint.packed import REPORT, check_version
+from trilobite.checkpoint.packed import FORMAT_VERSION, REPORT, SCALED_VERSION, check_version
 from trilobite.checkpoint.source import DTYPES, Source, open_source
 from trilobite.checkpoint.verify import check_names
 from trilobite.errors import CheckpointError, OffloadError, RecipeError
@@ -43,7 +43,15 @@ from trilobite.runtime.modules.dequantize import dequantize_modules
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.matrix import PackedMatrix
-from trilobite.runtime.modules.swap import check_rows, configure, finish, group_parts, on_meta, swap_modules
+from trilobite.runtime.modules.swap import (
+    check_rows,
+    configure,
+    finish,
+    group_parts,
+    on_meta,
+    set_exponents,
+    swap_modules,
+)
 
 
 class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -116,7 +124,7 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> None:
         translate = memory_names(model)
         known, folder = self.quantization_config.tensors, self.quantization_config.folder
-        rows = self.quantization_config.rows
+        rows, exponents = self.quantization_config.rows, self._exponents()
         self.quantization_config.tensors = self.quantization_config.folder = None
         self.quantization_config.rows = None
         if known is None:
@@ -128,14 +136,34 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized and folder is not None:
             self.notes = notes_of(Path(folder))
         swap_modules(model, group_parts({translate(name): t for name, t in on_meta(known).items()}))
+
+        def paths(by_name: dict[str, int]) -> dict[str, int]:
+            return {
+                translate(f"{name}_packed").removesuffix(".weight_packed"): n for name, n in by_name.items()
+            }
+
+        set_exponents(model, paths(exponents))
         if not self.pre_quantized:
             self._expect_originals(model, translate)
         elif rows is not None:
-            check_rows(
-                model, {translate(f"{n}_packed").removesuffix(".weight_packed"): rows[n] for n in rows}
-            )
+            check_rows(model, paths(rows))
         self._let_stream(model, translate)
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
+
+    def _exponents(self) -> dict[str, int]:
+        """Those of the checkpoint, which the loaded model has no need of: what is saved of it has format version 1."""
+        chosen = self.quantization_config
+        found, chosen.exponents = chosen.exponents, {}
+        version, chosen.format_version = chosen.format_version, FORMAT_VERSION
+        if not isinstance(found, dict) or not all(type(n) is int and abs(n) <= 127 for n in found.values()):
+            raise CheckpointError(
+                "config.json: exponents of quantization_config are no small integers; copy it again"
+            )
+        if version == SCALED_VERSION and not found:
+            raise CheckpointError(
+                "config.json: quantization_config lacks the exponents of format version 2; copy it again"
+            )
+        return found
 
     def _let_stream(self, model: PreTrainedModel, translate: Callable[[str], str]) -> None:
         """Keep experts that shall stream out of the loader's hands."""

@@ -9,13 +9,14 @@ affine formats have -1 in the columns from `lattice` on.
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.formats.lattice import DIM
-from trilobite.formats.weight import PackedWeight, compensator_of, factor_shape, stored_shapes
+from trilobite.formats.weight import PackedWeight, check_unscaled, compensator_of, factor_shape, stored_shapes
 from trilobite.recipe import CODEBOOKS, COMPENSATORS, TRANSFORMS, AnyFormat, Format, LatticeFormat
 
 
@@ -100,7 +101,7 @@ def _copy(parts: list[Tensor]) -> tuple[Tensor, dict[int, int]]:
 
 
 def _row(w: PackedWeight, offset_of: dict[int, int]) -> list[int]:
-    fmt = w.format
+    fmt = check_unscaled(w).format
     offsets = [-1 if t is None else offset_of[id(t)] for t in (w.packed, w.scale, w.lra, w.lrb)]
     rank_bits = 0 if w.lra is None else COMPENSATORS[compensator_of(w.lra)]
     if isinstance(fmt, LatticeFormat):
@@ -152,7 +153,7 @@ def expert_weight(slab: Tensor, row: Tensor, shape: tuple[int, int]) -> PackedWe
         return None
     n, k = shape
     shapes = stored_shapes(_format(r), n, k, tuned=r[Column.TUNED] > 0)
-    weight = {
+    weight: dict[str, Any] = {
         suffix: _part(slab, r[Column[suffix.upper()]], part, torch.uint8) for suffix, part in shapes.items()
     }
     if r[Column.RANK] > 0:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trilobite.errors import ShapeError
-from trilobite.formats.weight import PackedWeight, check
+from trilobite.formats.weight import PackedWeight, check, check_unscaled
 from trilobite.kernels import gradient, reference
 from trilobite.kernels.cpu import engine
 from trilobite.kernels.cpu.attention import attend as attend
@@ -220,6 +220,7 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, settings: Cpu
     """
     if x.shape[-1] != w.shape[1]:
         raise ShapeError(f"linear: x has K={x.shape[-1]}, the weight has K={w.shape[1]}")
+    check_unscaled(w)
     if w.lattice is not None:
         parts = w.packed, w.lattice, w.signs_in, w.signs_out, w.lra, w.lrb
         return _call(torch.ops.trilobite.lattice_linear, x, *parts, bias, w.shape[0], *_plain(settings))
@@ -258,7 +259,7 @@ def bind_linear(w: PackedWeight, bias: Tensor | None, settings: CpuSettings = EX
         check(w)
         if not _runs(w):
             return None
-    return BoundLinear(w, bias, settings)
+    return BoundLinear(check_unscaled(w), bias, settings)
 
 
 def bind_experts(layer: ExpertsLayer, settings: CpuSettings = EXACT) -> BoundExperts | None:

@@ -21,7 +21,7 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     x: [..., K] bf16 | fp16 | fp32    w: [N, K]    bias: [N] or None    returns: [..., N] in x.dtype
     """
     xf = x.float()
-    if w.lattice is None:
+    if w.lattice is None or w.exponent:
         y = dense_linear(xf, dequantize(w))
     else:
         spin_in, spin_out = spins(w)

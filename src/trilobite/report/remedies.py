@@ -50,8 +50,6 @@ def remedies(row: Row) -> tuple[str, ...]:
     fmt, method, rank = parse_format(row["format"]), row.get("method", ""), row.get("rank", 0)
     n, k = filled_up((row["shape"][0], row["shape"][1]), fmt, expert=row["role"] == Role.EXPERT.value)
     free, paid = [], []
-    if row.get("underflow") and isinstance(fmt, Format):
-        free.append(f"{replace(fmt, double_quant=True)}: its weights are below what fp16 scales hold")
     if "tokens" in row and float(row.get("own", 1.0 if row["tokens"] else 0.0)) < FEW:
         free.append(f"its expert saw {row['tokens']} calibration tokens: more or other text, --samples")
     if method in ("rtn", "hqq", "hqq-paper"):

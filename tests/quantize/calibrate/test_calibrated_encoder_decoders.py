@@ -185,7 +185,6 @@ def test_what_does_not_fit_is_one_line(texts: tuple[Path, Path], tmp_path: Path)
         ("decoder", chosen, "no use for --target-text"),
         ("m", replace(chosen, context=2), "more than 2 tokens"),
         ("m", replace(chosen, samples=0), "0 samples"),
-        ("m", replace(chosen, finetune="full"), "use --finetune block"),
         ("m", replace(chosen, finetune="block", samples=2), "at least 3"),
     ]:
         with pytest.raises(CalibrationError, match=message) as e:

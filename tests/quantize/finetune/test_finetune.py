@@ -29,6 +29,8 @@ from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.finetune.train import Course, make_course, train
 from trilobite.quantize.methods.registry import quantize
 from trilobite.quantize.plan.plan import Plan, packed_weight
+from trilobite.quantize.run import lines as calibrated_lines
+from trilobite.quantize.run import work as calibrated_work
 from trilobite.quantize.run.compress import prepare
 from trilobite.quantize.run.lines import pack_line
 from trilobite.quantize.run.options import Options
@@ -439,6 +441,91 @@ def test_a_whole_model_that_does_not_fit_is_recomputed(
     assert digests(tmp_path / "dst") == digests(finished[0])
 
 
+# The paper's order
+
+
+@pytest.fixture(scope="module")
+def in_order(mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of `paper-block`, killed as it had trained block 1: what each training began and ended with, and weights."""
+    trained: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+    quantized: dict[str, Tensor] = {}
+    real, real_pack = train, calibrated_lines.pack_matrix
+
+    def watched(parts: Any, *args: Any) -> Any:
+        before = {name: x.detach().clone() for name, x in parts[0].trained.items()}
+        found = real(parts, *args)
+        trained.append((before, {name: x.detach().clone() for name, x in parts[0].trained.items()}))
+        return found
+
+    def packed(w: Tensor, line: Any, *args: Any) -> Any:
+        quantized[line.matrix.name] = w.clone()
+        return real_pack(w, line, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        _small_steps.__wrapped__(patch)  # type: ignore[attr-defined]
+        patch.setattr(finetune, "train", watched)
+        patch.setattr(calibrated_work, "pack_matrix", packed)
+        patch.setattr(finetune, "EPOCHS", 1)
+        folder = tmp_path_factory.mktemp("in_order")
+        ground = tuning(text, "paper-block", samples=3, propagate="original", save=folder / "h")
+        with patch.context() as killed:
+            kill(killed, TunedStore, "put", 1)
+            with pytest.raises(PlugPulled):
+                run(mixtral, folder / "dst", ground, "quip2")
+        run(mixtral, folder / "dst", ground, "quip2")
+    return folder, trained, quantized
+
+
+def test_in_the_papers_order_later_matrices_are_trained_before_they_are_quantized(
+    mixtral: Path, in_order: Any
+) -> None:
+    """Each training sees the earlier ones quantized, and those that are left in 16 bit, trained so far."""
+    folder, trained, quantized = in_order
+    steps = len(trained) // 3
+    for (_, once), (_, again) in zip(trained[steps : 2 * steps], trained[2 * steps :], strict=True):
+        assert all(torch.equal(x, again[name]) for name, x in once.items())
+    trained = trained[: 2 * steps]
+    source = open_source(str(mixtral))
+    original = {m.name: source.read(m.source).float() for m in identify(source) if m.name in quantized}
+    attention = [f"self_attn.{p}_proj" for p in "qkvo"]
+    order = [*attention, *(f"experts.{{e}}.w{i}" for i in (1, 3, 2))]
+    assert len(trained) == 2 * len(order)
+    for step, (before, after) in enumerate(trained):
+        block, place = divmod(step, len(order))
+        for i, form in enumerate(order):
+            for name in [n for n in quantized if f"layers.{block}." in n and _is_form(n, form)]:
+                vectors = {f"{name}_signs_in", f"{name}_signs_out"}
+                if i <= place:
+                    assert name not in before
+                    assert vectors <= before.keys()
+                    continue
+                assert not vectors & before.keys()
+                assert place or torch.equal(before[name], original[name])
+                if i == place + 1:
+                    assert torch.equal(after[name], quantized[name])
+    changed = [name for name, w in quantized.items() if not torch.equal(w, original[name])]
+    assert not any("q_proj" in name for name in changed)
+    assert len(changed) > len(quantized) / 2
+    assert sorted(read_report(folder / "dst")["finetune"]) == ["00000", "00001"]
+
+
+def _is_form(name: str, form: str) -> bool:
+    return any(name.endswith(f"{form.format(e=e)}.weight") for e in range(8))
+
+
+def test_what_was_trained_in_the_papers_order_is_what_is_stored(in_order: Any) -> None:
+    folder, trained, quantized = in_order
+    stored = open_source(str(folder / "dst"))
+    last = trained[-1][1]
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(stored.read(f"{name}_signs_in").view(torch.float16), last[f"{name}_signs_in"].half())
+    packed = trilobite.load(str(folder / "dst"), dtype=torch.float32)
+    for layer in (0, 1):  # codes are those of the trained matrix, not of the source's
+        o_proj = packed.model.layers[layer].self_attn.o_proj.packed()
+        w = quantized[f"model.layers.{layer}.self_attn.o_proj.weight"]
+        assert float((dequantize(o_proj) - w).norm() / w.norm()) < 0.6
+
+
 # Bad input
 
 
@@ -447,6 +534,7 @@ def test_bad_input(mixtral: Path, text: Path, tmp_path: Path) -> None:
         (tuning(text, "blocks"), "quip2", CalibrationError, "'blocks'"),
         (tuning(text, samples=2), "quip2", CalibrationError, "at least 3"),
         (Calibration(hessians=tmp_path / "h", finetune="full"), "quip2", CalibrationError, "on a text"),
+        (tuning(text, "paper-full"), "quip2", CalibrationError, "--save-hessians"),
         (tuning(text), "gptq3", RecipeError, "quip2"),
         (tuning(text), "milo-s1", RecipeError, "quip2"),
     ]

@@ -1,5 +1,6 @@
 """Fine-tuning of encoder-decoders, against blocks of the whole models, pair by pair without padding."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,54 @@ def test_blocks_of_both_stacks_are_tuned_towards_the_original(
         errors = [relative_error(original, packed, path, batch)[0] for batch in batches[2::3]]
         after = sum(errors) / len(errors) / scale
         assert after == pytest.approx(records[f"{number:05d}"]["after"], rel=0.02), path
+
+
+@torch.no_grad()
+def divergence(original: Any, packed: Any, pairs: list[Pair]) -> float:
+    """KL of the next token under forced targets, mean over the tokens of all pairs."""
+    found = []
+    for source, target in pairs:
+        given = torch.tensor([[original.config.decoder_start_token_id, *target[:-1]]])
+        wanted, made = (
+            m(input_ids=torch.tensor([source]), decoder_input_ids=given).logits[0].log_softmax(-1)
+            for m in (original, packed)
+        )
+        found.append((wanted.exp() * (wanted - made)).sum(-1))
+    return float(torch.cat(found).mean())
+
+
+@pytest.mark.parametrize("model_type", ["switch_transformers", "nllb-moe"])
+def test_whole_models_are_tuned_towards_the_original(
+    model_type: str, ground: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoder reads what the packed encoder makes; both learn from the decoder's next token."""
+    monkeypatch.setattr(finetune, "SIGNS_RATE", 1e-3)
+    build_checkpoint(model_type, tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    grown: dict[str, bool] = {}
+    real = finetune.train
+
+    def watched(parts: Any, loss: Any, course: Any, tick: Any) -> Any:
+        if len(parts) > 1:
+            loss(course.train[:1]).backward()
+            for part in parts:
+                signs = [part.trained[name].grad for name in part.signs]
+                grown[part.path] = any(g is not None and bool(g.any()) for g in signs)
+        return real(parts, loss, course, tick)
+
+    monkeypatch.setattr(finetune, "train", watched)
+    run(tmp_path / "m", tmp_path / "p", replace(ground, finetune="full"), "quip2-free")
+    assert sum("encoder" in path for path in grown) == 2
+    assert all(learns for path, learns in grown.items() if path), grown
+    record = read_report(tmp_path / "p")["finetune"]["all"]
+    assert record["after"] < record["before"]
+    original = trilobite.load(str(tmp_path / "m"), dtype=torch.float32)
+    packed = trilobite.load(str(tmp_path / "p"), dtype=torch.float32)
+    pairs = list(draw(open_source(str(tmp_path / "m")), ground).pairs)
+    size = PASS // max(len(side) for pair in pairs for side in pair)
+    aside = [pairs[i : i + size] for i in range(0, LINES, size)][2::3]
+    after = sum(divergence(original, packed, batch) for batch in aside) / len(aside)
+    assert after == pytest.approx(record["after"], rel=0.02)
 
 
 def test_few_pairs_make_three_batches(

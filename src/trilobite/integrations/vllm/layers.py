@@ -28,7 +28,8 @@ def whole_weight(parts: Parts, shape: tuple[int, int], name: str) -> PackedWeigh
     """A packed matrix [N, K] of the tensors that came. Raises CheckpointError or ShapeError."""
     if "packed" not in parts:
         raise CheckpointError(f"{name}.weight_packed is missing from the checkpoint; copy it again")
-    w = PackedWeight(shape=shape, **parts)
+    given: dict[str, Any] = dict(parts)
+    w = PackedWeight(shape=shape, **given)
     check(w, name)
     return w
 
@@ -51,7 +52,7 @@ class LinearPiece:
             w = columns(w, left, right)
         self.cut = slice(first - top, last - top)
         self.before, self.after = column[0] - left, right - column[1]
-        self.call = _linear_call(_on(w, device))
+        self.call = _linear_call(w.to(device))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., columns]    returns: [..., rows], zeros for rows that the matrix does not have."""
@@ -107,7 +108,7 @@ class RoutedExperts:
         if share.experts is not None:  # an expert that is elsewhere is none
             local = share.experts.to(device)
             self.map = torch.where(local < 0, len(experts), local)
-        ready = [tuple(None if w is None else _on(w, device) for w in row) for row in experts]
+        ready = [tuple(None if w is None else w.to(device) for w in row) for row in experts]
         self.call = _experts_call(ready, activation)  # type: ignore[arg-type]
 
     def __call__(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
@@ -132,10 +133,6 @@ def _part(experts: Experts, share: Share, name: str) -> Experts:
         (None if gate is None else rows(gate, *at), rows(up, *at), columns(down, *at))
         for gate, up, down in experts
     ]
-
-
-def _on(w: PackedWeight, device: torch.device) -> PackedWeight:
-    return PackedWeight(shape=w.shape, **{suffix: part.to(device) for suffix, part in w.tensors().items()})
 
 
 def _linear_call(w: PackedWeight) -> Callable[[Tensor], Tensor]:

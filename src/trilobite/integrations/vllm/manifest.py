@@ -53,6 +53,11 @@ def read_manifest(source: Source) -> Manifest:
     """The manifest of a checkpoint. Raises CheckpointError for formats that vLLM's layers cannot run."""
     rows: dict[str, int] = {}
     experts: set[str] = set()
+    if scaled := (source.config.get("quantization_config") or {}).get("exponents"):
+        raise CheckpointError(
+            f"{source}: {len(scaled)} matrices are stored times powers of two, first {next(iter(scaled))}, which vLLM's "
+            "layers do not apply; keep them in 16 bit by a rule of the recipe"
+        )
     partial = source.rows or {}
     for name, info in source.tensors.items():
         if not name.endswith(_PACKED):

@@ -1,21 +1,15 @@
-"""Encoder-decoders, run block by block: the encoder on sentences, then the decoder on their given translations.
+"""Encoder-decoders as stacks of blocks: what enters and leaves the encoder, and the decoder under forced targets."""
 
-Sentences differ in length: batches are padded on the right, masks are part of what blocks are called with, batch by
-batch, and what entered a module counts without its padding. What the decoder reads of the encoder is what the encoder's
-last block left, so behind quantized blocks where these propagate.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers.modeling_outputs import MoEModelOutput
 
-from trilobite.models.pairs import NONE, Forced, Pair, forced
-from trilobite.quantize.calibrate.inputs import BlockInputs, PairInputs
-from trilobite.quantize.calibrate.loop import Loop, RoutedTokens, Seen
+from trilobite.models.pairs import Forced
 from trilobite.quantize.calibrate.model import BlockModel
 
 
@@ -34,16 +28,21 @@ class EncoderDecoder(BlockModel):
 
         first: number of the batch's first pair    encoded: [B, S, H], what the encoder made of it, for the decoder
         """
-        blocks = self.stacks[stack]
+        run = partial(self._run_stack, batch, encoded)
+        self._arguments[first] = self._arguments.get(first, {}) | self._called(self.stacks[stack], run)
+        return self.entering(stack, batch, encoded)
 
-        def run() -> None:
-            if encoded is None:
-                self._encode(batch)
-            else:
-                self._to_head(self._behind(batch, encoded))
+    @torch.no_grad()
+    def entering(self, stack: int, batch: Forced, encoded: Tensor | None) -> Tensor:
+        """The same, and nothing is remembered; no block has to be loaded."""
+        return self._entered_first(self.stacks[stack][0], partial(self._run_stack, batch, encoded))
 
-        self._arguments[first] = self._arguments.get(first, {}) | self._called(blocks, run)
-        return self._entered_first(blocks[0], run)
+    def _run_stack(self, batch: Forced, encoded: Tensor | None) -> None:
+        """The encoder, or the decoder behind what it made."""
+        if encoded is None:
+            self._encode(batch)
+        else:
+            self._to_head(self._behind(batch, encoded))
 
     @torch.no_grad()
     def encoded(self, batch: Forced, hidden: Tensor) -> Tensor:
@@ -59,6 +58,32 @@ class EncoderDecoder(BlockModel):
             self._to_head(self._behind(batch, encoded), entered)
         return entered[0]
 
+    def encode(self, batch: Forced, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The same as `encoded`, with other parameters, those of `parameters("")`, in fp32, differentiable."""
+        encoder: Any = self.model.get_encoder()
+        name = next(name for name, module in self.model.named_modules() if module is encoder)
+        own = {n.removeprefix(f"{name}."): p for n, p in parameters.items() if n.startswith(f"{name}.")}
+        inputs = batch.arguments(self.device)
+        with self._giving(hidden, self.stacks[0]):
+            out = functional_call(
+                encoder,
+                own,
+                kwargs={name: inputs[name] for name in ("input_ids", "attention_mask")},
+                tie_weights=False,
+            )
+        states: Tensor = out[0]
+        return states
+
+    def decode(
+        self, batch: Forced, encoded: Tensor, hidden: Tensor, parameters: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Logits [B, T, V] of what left the decoder's last block, as `logits` has them of a decoder."""
+        inputs = {**self._behind(batch, encoded), "use_cache": False}
+        with self._giving(hidden, self.stacks[1]):
+            out = functional_call(self.model, dict(parameters), kwargs=inputs, tie_weights=False)
+        result: Tensor = out.logits
+        return result
+
     def _encode(self, batch: Forced) -> Tensor:
         inputs = batch.arguments(self.device)
         out = self.model.get_encoder()(inputs["input_ids"], attention_mask=inputs["attention_mask"])
@@ -73,81 +98,3 @@ class EncoderDecoder(BlockModel):
 
     def _batch(self, hidden: Tensor, first: int) -> int:
         return first
-
-
-@dataclass(kw_only=True)
-class PairLoop(Loop):
-    """A walk through both stacks. pairs: token ids; `ids` are the sentences, padded."""
-
-    model: EncoderDecoder
-    pairs: Sequence[Pair]
-
-    _stack: int = field(init=False, default=0)
-    _encoded: dict[int, Tensor] = field(
-        init=False, default_factory=dict
-    )  # [B, S, H], by a batch's first pair
-
-    def _forced(self, rows: slice) -> Forced:
-        return forced(self.pairs[rows], self.model.model.config)
-
-    def _mask(self, rows: slice, stack: int) -> Tensor:
-        """Which tokens of a batch are no padding, [B, T] bool."""
-        batch = self._forced(rows)
-        return batch.labels != NONE if stack else batch.mask.bool()
-
-    def _place(self, rows: slice) -> tuple[slice, slice]:
-        return rows, slice(max(len(pair[self._stack]) for pair in self.pairs[rows]))
-
-    def _inputs(self) -> BlockInputs:
-        stack = self._stack
-        return PairInputs(self._hidden, self._batches(), self._place, lambda rows: self._mask(rows, stack))
-
-    def _batches(self) -> list[slice]:
-        """Where blocks are trained, as many as that takes at the least."""
-        batches, pairs = super()._batches(), len(self.pairs)
-        if self.trainer is None or len(batches) >= self.trainer.least:
-            return batches
-        size = max(1, pairs // self.trainer.least)
-        return [slice(first, min(pairs, first + size)) for first in range(0, pairs, size)]
-
-    def _real(self, rows: slice, inputs: Seen, routed: RoutedTokens) -> tuple[Seen, RoutedTokens]:
-        mask = self._mask(rows, self._stack).flatten().to(self.model.device)
-        encoded = self._encoded.get(rows.start)
-        source = None if encoded is None else self._mask(rows, 0).flatten().to(self.model.device)
-
-        def of(x: Tensor) -> Tensor:
-            """Keys and values of the decoder's second attention are made of what the encoder gave."""
-            read = encoded is not None and x.data_ptr() == encoded.data_ptr()
-            return x[source if read else mask]
-
-        return (
-            {name: of(x) for name, x in inputs.items()},
-            {path: (states[mask], index[mask]) for path, (states, index) in routed.items()},
-        )
-
-    def _entered(self, index: int) -> Tensor:
-        model = self.model
-        model.load("")
-        if index:
-            for rows in self._batches():
-                hidden = self._hidden[self._place(rows)].to(model.device)
-                self._encoded[rows.start] = model.encoded(self._forced(rows), hidden)
-            self._stack = 1
-        model.load(model.stacks[self._stack][0])
-        longest = max(len(pair[self._stack]) for pair in self.pairs)
-        hidden = self.buffer((len(self.pairs), longest, model.model.config.hidden_size), model.dtype)
-        for rows in self._batches():
-            encoded = self._encoded.get(rows.start)
-            entered = model.enter(self._stack, rows.start, self._forced(rows), encoded)
-            hidden[self._place(rows)] = entered.to(hidden.device)
-        model.drop("")
-        return hidden
-
-    def _head_input(self, rows: slice) -> Tensor:
-        hidden = self._hidden[self._place(rows)].to(self.model.device)
-        entered = self.model.decoded(self._forced(rows), self._encoded[rows.start], hidden)
-        return entered[self._mask(rows, 1).to(entered.device)]
-
-    @property
-    def _length(self) -> int:
-        return max(len(side) for pair in self.pairs for side in pair)

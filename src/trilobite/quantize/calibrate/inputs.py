@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+TOGETHER = 8
+"""Windows that pass a block at a time."""
 
 
 class BlockInputs:
@@ -19,6 +23,10 @@ class BlockInputs:
     def __len__(self) -> int:
         """How many there are to train on, or to set aside."""
         return len(self.hidden)
+
+    def slices(self) -> list[Tensor]:
+        """Those that pass a block at a time, in order, where nothing is trained."""
+        return list(torch.split(torch.arange(len(self)), self.together or TOGETHER))
 
     def place(self, chosen: Tensor) -> Any:
         """Where some of them lie in `hidden`. chosen: their numbers, int64"""

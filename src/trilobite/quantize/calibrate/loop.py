@@ -28,6 +28,7 @@ from trilobite.quantize.calibrate.protocols import Receiver, Records, Trainer
 from trilobite.quantize.calibrate.routed import Routed
 from trilobite.quantize.calibrate.stacked_experts import check_experts
 from trilobite.quantize.calibrate.watch import Watch, same_inputs
+from trilobite.quantize.calibrate.whole import Whole, WholeWindows
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.methods.hessian import DiagonalSum, HessianSum, hessian_note, own_part, shrink
 from trilobite.quantize.naming import naming
@@ -80,8 +81,11 @@ class Loop:
             last = count - 1 if outside else max({*by_block, *untrained}, default=-1)
             if last >= 0:
                 self._blocks(by_block, outside, untrained, last)
-            if self.trainer:
-                self.trainer.tune_all(self.model, self.ids, self.buffer)
+            if self.trainer and self.trainer.wants_all():
+                self.model.load("")
+                self.model.load(self.model.blocks[0])
+                self.trainer.tune_all(self.model, self._whole(), self.buffer)
+                self.model.drop("")
 
     def _sorted(self, lines: Sequence[PlanLine]) -> tuple[dict[int, list[PlanLine]], list[PlanLine]]:
         """Lines by block, and those outside of the blocks. What the model never runs is told at once."""
@@ -295,6 +299,11 @@ class Loop:
             hidden[rows] = model.embed(self.ids[rows]).to(hidden.device)
         model.drop("")
         return hidden
+
+    def _whole(self) -> Whole:
+        """What the whole model is trained on."""
+        assert self.trainer is not None
+        return WholeWindows(self.model, self.ids, self.trainer.sizes(len(self.ids)))
 
     def _batches(self) -> list[slice]:
         """The windows of each forward pass, in order."""

@@ -17,6 +17,15 @@ from trilobite.checkpoint.source import Source
 from trilobite.errors import ArchitectureError, CalibrationError
 from trilobite.quantize.calibrate.weights import BlockWeights
 
+Exchange = Callable[[Tensor], Tensor]
+"""What is taken for a tensor that a block is called with besides its hidden states."""
+
+
+def as_it_is(t: Tensor) -> Tensor:
+    """The same."""
+    return t
+
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a block is called with besides its hidden states."""
 
@@ -131,13 +140,20 @@ class BlockModel(BlockWeights):
         """By what the arguments for a batch are remembered: those of as many windows are the same."""
         return len(hidden)
 
-    def apply(self, block: str, hidden: Tensor, parameters: Mapping[str, Tensor], first: int = 0) -> Tensor:
+    def apply(
+        self,
+        block: str,
+        hidden: Tensor,
+        parameters: Mapping[str, Tensor],
+        first: int = 0,
+        exchange: Exchange = as_it_is,
+    ) -> Tensor:
         """One block in fp32 with other parameters than its own, differentiable. Not for several threads.
 
         hidden: [B, T, H] any float dtype    parameters: fp32, all of the block's by name    first: as `run` has it
-        returns: [B, T, H] fp32
+        exchange: of the tensors that it is called with besides    returns: [B, T, H] fp32
         """
-        args, kwargs = _in_fp32(self._arguments[self._batch(hidden, first)][block])
+        args, kwargs = _in_fp32(self._arguments[self._batch(hidden, first)][block], exchange)
         own = {name.removeprefix(f"{block}."): p for name, p in parameters.items()}
         return _states(
             functional_call(self._modules[block], own, (hidden.float(), *args), kwargs, tie_weights=False)
@@ -223,14 +239,14 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple
     return rest.pop("hidden_states"), (), rest
 
 
-def _in_fp32(value: Any) -> Any:
-    """The same, with all floating-point tensors in fp32."""
+def _in_fp32(value: Any, exchange: Exchange) -> Any:
+    """The same, with all floating-point tensors exchanged, and in fp32."""
     if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
+        return exchange(value).float() if value.is_floating_point() else value
     if isinstance(value, tuple | list):
-        return type(value)(_in_fp32(v) for v in value)
+        return type(value)(_in_fp32(v, exchange) for v in value)
     if isinstance(value, dict):
-        return {k: _in_fp32(v) for k, v in value.items()}
+        return {k: _in_fp32(v, exchange) for k, v in value.items()}
     return value
 
 

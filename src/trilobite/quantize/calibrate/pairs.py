@@ -32,10 +32,6 @@ def draw(source: Source, calibration: Calibration) -> Windows:
         raise CalibrationError(
             f"{source}: an encoder-decoder model; give the translation of the text too: --target-text FILE"
         )
-    if calibration.finetune == "full":
-        raise CalibrationError(
-            f"{source}: an encoder-decoder is trained block by block alone; use --finetune block"
-        )
     longest = window_length(source, calibration)
     tokenizer = calibration_tokenizer(source)
     pairs = encode_pairs(tokenizer, *read_pairs(calibration.text, calibration.target, CalibrationError))

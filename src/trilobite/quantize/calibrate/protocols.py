@@ -12,6 +12,7 @@ from trilobite.quantize.plan.plan import PlanLine
 if TYPE_CHECKING:  # brings transformers along
     from trilobite.quantize.calibrate.inputs import BlockInputs
     from trilobite.quantize.calibrate.model import BlockModel
+    from trilobite.quantize.calibrate.whole import Whole
 
 Record = dict[str, Any]
 """What is to be remembered of a line."""
@@ -61,5 +62,8 @@ class Trainer(Protocol):
     def tune_block(self, model: "BlockModel", index: int, inputs: "BlockInputs", buffer: Buffer) -> None:
         """Train a block, loaded with its original weights, on what enters it."""
 
-    def tune_all(self, model: "BlockModel", ids: Tensor, buffer: Buffer) -> None:
-        """Train the whole model, where that is asked for. ids: [S, T]."""
+    def wants_all(self) -> bool:
+        """Whether the whole model is still to be trained."""
+
+    def tune_all(self, model: "BlockModel", whole: "Whole", buffer: Buffer) -> None:
+        """Train the whole model, of which all that is outside of the blocks is loaded."""

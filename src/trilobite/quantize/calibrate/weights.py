@@ -134,11 +134,14 @@ class BlockWeights:
     @torch.no_grad()
     def put(self, place: Place, w: Tensor) -> None:
         """Replace a loaded matrix. w: [N, K] fp32."""
+        self.matrix(place).copy_(w)
+
+    def matrix(self, place: Place) -> Tensor:
+        """A loaded matrix [N, K], a view of the parameter that holds it."""
         module = self.module(place.module)
         if place.expert is None:
-            module.get_parameter("weight").copy_(w)
-        else:
-            expert_matrix(module, place.expert, place.projection).copy_(w)
+            return module.get_parameter("weight")
+        return expert_matrix(module, place.expert, place.projection)
 
     def parameter(self, matrix: Matrix) -> str | None:
         """Name in memory of the parameter that a kept tensor is; None where it is none of its own."""

@@ -24,7 +24,8 @@ CONTEXT = 2048
 CHARACTERS = 8
 """Characters per token to begin with when a window is cut from a long text."""
 PROPAGATIONS = ("quantized", "original")
-FINETUNES = ("block", "full")
+PAPER = "paper-"
+FINETUNES = ("block", "full", f"{PAPER}block", f"{PAPER}full")
 MEMORY = 8 * 2**30
 
 
@@ -38,7 +39,8 @@ class Calibration:
     propagate: what enters a block: outputs of the `quantized` blocks before it, or of the `original` ones
     memory: bytes for activations and Hessians; activations beyond a quarter of it lie in a mapped file
     save, hessians: a folder to keep Hessians in, or to take them from (original propagation only)
-    finetune: train what is not codes: "" = no, `block` by block, or `full`: block by block, then the whole model
+    finetune: train what is not codes: "" = no, `block` by block, or `full`: block by block, then the whole model;
+    `paper-block`, `paper-full`: after each matrix of a block, those of it included that are not quantized yet
     sampled: in the place of a text, windows that the model writes itself (calibrate/sampled.py)
     """
 

@@ -2,11 +2,14 @@
 
 A block's codes are all found first. Then the vectors s of its transforms, as real numbers, its norms and its router are
 trained so that the block gives what the original one gives for the same inputs. `full` goes on with the whole model,
-against the original's distribution of the next token.
+against the original's distribution of the next token. In the paper's order (`paper-block`, `paper-full`) the matrices
+of a block are quantized one after the other, and after each of them the block is trained, those that are left included.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +17,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trilobite.errors import CalibrationError
-from trilobite.quantize.calibrate.inputs import BlockInputs
-from trilobite.quantize.calibrate.model import BlockModel
+from trilobite.quantize.calibrate.inputs import TOGETHER, BlockInputs
+from trilobite.quantize.calibrate.model import BlockModel, Exchange, as_it_is
 from trilobite.quantize.calibrate.protocols import Buffer
+from trilobite.quantize.calibrate.whole import Block, Whole
+from trilobite.quantize.calibrate.windows import PAPER
 from trilobite.quantize.finetune.part import Part
 from trilobite.quantize.finetune.store import WHOLE, TunedStore, part_name
 from trilobite.quantize.plan.plan import PlanLine
 from trilobite.quantize.watcher import SILENT, Watcher
+from trilobite.recipe import LatticeFormat
 
 RATE, SIGNS_RATE = 5e-5, 5e-4
 """Adam's learning rates (section D): of norms, routers and a head, and of sign vectors."""
@@ -34,7 +40,12 @@ VALIDATION = 3
 TRAINING_BYTES = 24
 """Memory of a weight in training: codes decoded, both rotations, the parameter, and gradients."""
 
+PROJECTIONS = ("gate", "up", "down")
+"""Of experts, in the order in which they compute."""
+
 Tick = Callable[[int, int], None]
+Quantize = Callable[[PlanLine, Tensor], Sequence[Tensor]]
+"""A matrix [N, K] -> what is stored of its line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +122,15 @@ def train(
 class Tuner:
     """Trains the parts of one model, and keeps what it finds.
 
-    mode: block or full    lines: of the plan    read: what is stored of a line, tuned where it is    memory: bytes
+    mode: block or full, both also in the paper's order    lines: of the plan    memory: bytes
+    read, exponent: what is stored of a line, tuned where it is    quantize: again, in the paper's order, trained weights
     """
 
     mode: str
     lines: Sequence[PlanLine]
     read: Callable[[PlanLine], Sequence[Tensor]]
+    exponent: Callable[[PlanLine], int]
+    quantize: Quantize
     store: TunedStore
     seed: int
     memory: int
@@ -125,7 +139,8 @@ class Tuner:
 
     def sizes(self, windows: int) -> set[int]:
         """How many windows a batch of any course may have. Raises CalibrationError when there are too few."""
-        return make_course(windows, BATCH, 0).sizes | {len(b) for b in _slices(windows)} | {1}
+        passed = {len(rows) for rows in torch.split(torch.arange(windows), TOGETHER)}
+        return make_course(windows, BATCH, 0).sizes | passed | {1}
 
     def wants(self, block: int) -> bool:
         """Whether a block is still to be trained."""
@@ -136,17 +151,19 @@ class Tuner:
         path = model.blocks[index]
         targets = buffer(tuple(inputs.hidden.shape), torch.float32)
         added, numel = 0.0, 0
-        originals = _originals(model, path)
-        for rows in _slices(len(inputs), inputs.together):
+        weights = _originals(model, path)
+        for rows in inputs.slices():
             with torch.no_grad():
                 x = inputs.hidden[inputs.place(rows)].to(model.device)
-                y = model.apply(path, x, originals, inputs.first(rows))
+                y = model.apply(path, x, weights, inputs.first(rows))
                 change = inputs.real(rows, y - x.float())
                 added += float(change.square().sum(dtype=torch.float64))
                 numel += change.numel()
             targets[inputs.place(rows)] = y.to(targets.device)
-        del originals
-        part = Part(model, path, self.lines, self.read)
+        del weights
+        steps = self._steps(model, index)
+        originals = {line.matrix.name for lines in steps for line in lines}
+        part = self._part(model, path, originals=originals)
         scale = added / numel or 1.0
 
         def loss(rows: Tensor) -> Tensor:
@@ -155,70 +172,81 @@ class Tuner:
             made = part(inputs.hidden[place].to(model.device), inputs.first(rows))
             return inputs.real(rows, made - wanted).square().mean() / scale
 
-        def tick(done: int, total: int) -> None:
-            self.watcher.progress("fine-tune", index * total + done, len(model.blocks) * total)
-
         course = make_course(len(inputs), inputs.together or BATCH, self.seed + index)
-        record = train([part], loss, course, tick)
+        for step, lines in enumerate(steps):
+            for line in lines:
+                part.quantize(line, self.quantize(line, part.trained[line.matrix.name].detach()))
+
+            def tick(done: int, total: int, before: int = index * len(steps) + step) -> None:
+                self.watcher.progress(
+                    "fine-tune", before * total + done, len(model.blocks) * len(steps) * total
+                )
+
+            record = train([part], loss, course, tick)
         self.store.put(part_name(index), part.values(), record)
         self._note(f"block {index}: relative squared error", record)
 
-    def tune_all(self, model: BlockModel, ids: Tensor, buffer: Buffer) -> None:
-        """Train the whole model on the original's next-token distributions. ids: [S, T]."""
-        if self.mode != "full" or self.store.has(WHOLE):
-            return
+    def _steps(self, model: BlockModel, index: int) -> list[list[PlanLine]]:
+        """What is quantized before each training of a block: nothing, or in the paper's order a linear, or a projection
+        of all experts, after the other as the block computes with them.
+        """
+        steps: dict[tuple[int, int], list[PlanLine]] = {}
+        if self.mode.startswith(PAPER):
+            order = {name: i for i, (name, _) in enumerate(model.model.named_modules())}
+            for line in self.lines:
+                place = model.place(line.matrix) if isinstance(line.format, LatticeFormat) else None
+                if place is not None and model.block_of(place) == index:
+                    projection = PROJECTIONS.index(place.projection) if place.projection else 0
+                    steps.setdefault((order[place.module], projection), []).append(line)
+        return [lines for _, lines in sorted(steps.items())] or [[]]
+
+    def wants_all(self) -> bool:
+        """Whether the whole model is still to be trained."""
+        return self.mode.endswith("full") and not self.store.has(WHOLE)
+
+    def tune_all(self, model: BlockModel, whole: Whole, buffer: Buffer) -> None:
+        """Train the whole model on the original's next-token distributions."""
         weights = sum(torch.Size(line.matrix.shape).numel() for line in self.lines if line.format)
         fits = TRAINING_BYTES * weights <= self.memory
-        model.load("")
-        model.load(model.blocks[0])
-        for size in sorted(self.sizes(len(ids))):
-            model.learn_arguments(ids[:size])
-        parts, final = self._whole_model(model, ids, buffer, keep=fits)
-        originals = _originals(model, "")
-        outside = Part(model, "", self.lines, self.read)
+        originals, outside = _originals(model, ""), self._part(model, "")
+        parts: list[Part] = []
+        with torch.no_grad():
+            packed = [partial(self._original, model, path, parts, keep=fits) for path in model.blocks]
+            final = whole.outputs(packed, originals, buffer)
+        blocks: list[Any] = parts if fits else [partial(_again, part) for part in parts]
 
         def loss(rows: Tensor) -> Tensor:
-            of_rows = ids[rows]
-            hidden = model.embed(of_rows)
-            for part in parts:
-                hidden = (
-                    part(hidden)
-                    if fits
-                    else checkpoint(part, hidden, use_reentrant=False, preserve_rng_state=False)
-                )
+            ours = outside.parameters()
+            hidden = whole.output(rows, blocks, ours)
             with torch.no_grad():
-                wanted = model.logits(of_rows, final[rows].to(model.device), originals).log_softmax(-1)
-            ours = model.logits(of_rows, hidden, outside.parameters()).log_softmax(-1)
-            return (wanted.exp() * (wanted - ours)).sum(-1).mean()
+                last = final.hidden[final.place(rows)].to(model.device)
+                wanted = whole.logits(rows, last, originals).log_softmax(-1)
+            made = whole.logits(rows, hidden, ours).log_softmax(-1)
+            return (wanted.exp() * (wanted - made)).sum(-1).mean()
 
         def tick(done: int, total: int) -> None:
             self.watcher.progress("fine-tune all", done, total)
 
-        record = train([*parts, outside], loss, make_course(len(ids), 1, self.seed), tick)
+        record = train([*parts, outside], loss, make_course(len(whole), 1, self.seed), tick)
         values: Mapping[str, Tensor] = {k: v for part in (*parts, outside) for k, v in part.values().items()}
         self.store.put(WHOLE, values, record)
-        model.drop("")
         self._note("whole model: KL divergence", record)
 
-    @torch.no_grad()
-    def _whole_model(
-        self, model: BlockModel, ids: Tensor, buffer: Buffer, *, keep: bool
-    ) -> tuple[list[Part], Tensor]:
-        """All blocks as they are packed, and what leaves the last block of the original model, [S, T, H] fp32."""
-        width = model.embed(ids[:1]).shape[-1]
-        final = buffer((*ids.shape, width), torch.float32)
-        for rows in _slices(len(ids)):
-            final[rows] = model.embed(ids[rows]).float().to(final.device)
-        parts = []
-        for path in model.blocks:
-            model.load(path)
-            originals = _originals(model, path)
-            for rows in _slices(len(ids)):
-                final[rows] = model.apply(path, final[rows].to(model.device), originals).to(final.device)
-            del originals
-            parts.append(Part(model, path, self.lines, self.read, keep=keep))
-            model.drop(path)
-        return parts, final
+    @contextmanager
+    def _original(self, model: BlockModel, path: str, parts: list[Part], *, keep: bool) -> Iterator[Block]:
+        """A block of the original model, loaded for a while in which the packed one joins the parts."""
+        model.load(path)
+        weights = _originals(model, path)
+        parts.append(self._part(model, path, keep=keep))
+
+        def run(hidden: Tensor, first: int = 0, exchange: Exchange = as_it_is) -> Tensor:
+            return model.apply(path, hidden, weights, first, exchange)
+
+        yield run
+        model.drop(path)
+
+    def _part(self, model: BlockModel, path: str, **settings: Any) -> Part:
+        return Part(model, path, self.lines, self.read, exponent=self.exponent, **settings)
 
     def _note(self, what: str, record: Mapping[str, Any]) -> None:
         self.watcher.note(
@@ -231,6 +259,7 @@ def _originals(model: BlockModel, path: str) -> dict[str, Tensor]:
     return {name: p.float() for name, p in model.parameters(path).items()}
 
 
-def _slices(windows: int, size: int | None = None) -> list[Tensor]:
-    """Windows that pass a block at a time, in order. size: how many; None = BATCH"""
-    return list(torch.split(torch.arange(windows), size or BATCH))
+def _again(part: Part, *inputs: Any) -> Tensor:
+    """A block that is run once more for its gradient."""
+    made: Tensor = checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return made

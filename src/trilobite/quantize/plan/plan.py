@@ -99,19 +99,21 @@ class Plan:
         }
 
 
-def packed_weight(line: PlanLine, stored: Sequence[Tensor], device: torch.device) -> PackedWeight:
-    """The packed weight of a quantized line. stored: its tensors, in its order."""
+def packed_weight(
+    line: PlanLine, stored: Sequence[Tensor], device: torch.device, exponent: int = 0
+) -> PackedWeight:
+    """The packed weight of a quantized line. stored: its tensors, in its order    exponent: as its record has it."""
     parts = {
         t.name.removeprefix(f"{line.matrix.name}_"): data.to(device)
         for t, data in zip(line.stored, stored, strict=True)
     }
-    return PackedWeight(shape=line.packed_shape, **parts)
+    return PackedWeight(shape=line.packed_shape, exponent=exponent, **parts)
 
 
-def decoded(line: PlanLine, stored: Sequence[Tensor], device: torch.device) -> Tensor:
+def decoded(line: PlanLine, stored: Sequence[Tensor], device: torch.device, exponent: int = 0) -> Tensor:
     """What a quantized line stands for: [N, K] fp32, without what filled it up."""
     n, k = line.matrix.shape
-    return dequantize(packed_weight(line, stored, device))[:n, :k]
+    return dequantize(packed_weight(line, stored, device, exponent))[:n, :k]
 
 
 def describe(line: PlanLine, compensator: str) -> dict[str, Any]:

@@ -149,11 +149,11 @@ def scarce(rows: Rows) -> list[tuple[str, str, int, float]]:
 
 
 def faint(rows: Rows) -> list[str]:
-    """Names of the matrices that are stored as zeros, or nearly, since fp16 scales do not reach down to their weights.
+    """Names of the matrices that are stored times a power of two, since fp16 scales do not reach down to their weights.
 
     rows: of trilobite.json
     """
-    return [str(row["name"]) for row in rows if row.get("underflow")]
+    return [str(row["name"]) for row in rows if row.get("exponent")]
 
 
 PARTS = ("codes", "scales", "signs", "compensator", "padding")

@@ -11,14 +11,15 @@ from trilobite.checkpoint.source import Source
 from trilobite.errors import CalibrationError, RecipeError
 from trilobite.quantize.calibrate.builtin import builtin_calibration
 from trilobite.quantize.calibrate.diagonals import Diagonals
-from trilobite.quantize.calibrate.encoder_decoder import EncoderDecoder, PairLoop
+from trilobite.quantize.calibrate.encoder_decoder import EncoderDecoder
 from trilobite.quantize.calibrate.loop import Loop
 from trilobite.quantize.calibrate.model import BlockModel
+from trilobite.quantize.calibrate.pair_loop import PairLoop
 from trilobite.quantize.calibrate.pairs import draw
 from trilobite.quantize.calibrate.protocols import Receiver, Trainer
 from trilobite.quantize.calibrate.sampled import PASSES, sample_windows, sampled_calibration
 from trilobite.quantize.calibrate.store import HessianStore
-from trilobite.quantize.calibrate.windows import FINETUNES, PROPAGATIONS, Calibration, Windows
+from trilobite.quantize.calibrate.windows import FINETUNES, PAPER, PROPAGATIONS, Calibration, Windows
 from trilobite.quantize.finetune.train import BATCH, Tuner, make_course
 from trilobite.quantize.methods.hessian import DiagonalSum, HessianSum
 from trilobite.quantize.plan.plan import PlanLine
@@ -151,6 +152,8 @@ class Calibrator:
             mode=self.calibration.finetune,
             lines=work.plan.lines,
             read=work.stored,
+            exponent=work.exponent,
+            quantize=lambda line, w: work.again(line, w, self.store),
             store=work.tuned,
             seed=self.calibration.seed,
             memory=self.calibration.memory,
@@ -188,6 +191,12 @@ def open_calibration(
     if calibration is None or not (calibration.text or calibration.hessians):
         raise RecipeError(
             f"recipe {recipe.name}: needs a text to calibrate on; pass --calibration FILE, or --hessians FOLDER"
+        )
+    in_order = calibration.finetune.startswith(PAPER) and needs_calibration(recipe)
+    if in_order and not (calibration.save or calibration.hessians):
+        raise CalibrationError(
+            f"finetune {calibration.finetune}: matrices are quantized one after the other by Hessians that are known "
+            "before; add --propagate original --save-hessians FOLDER"
         )
     return Calibrator(source, calibration)
 

@@ -180,7 +180,7 @@ def _finish(work: Work, src: str, identity: Mapping[str, Any]) -> None:
     """All tensors are written: add what stands beside them."""
     source, writer = work.source, work.writer
     source.check_unchanged()
-    config = packed_config(source, work.plan.recipe.name)
+    config = packed_config(source, work.plan.recipe.name, writer.done)
     companions = {path.name: path.read_bytes() for path in source.companions()}
     files = {"config.json": as_json(config), **companions}
     report = packed_report(source, src, work.plan, identity, writer.done, work.tuned.records, files)

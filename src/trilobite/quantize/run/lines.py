@@ -1,8 +1,10 @@
 """A line of a plan: read a matrix, quantize it as the line says, measure what came out."""
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +28,10 @@ if TYPE_CHECKING:  # brings transformers along
 SLACK = 400 * 2**20
 """Memory for matrices in work beyond twice the largest one; the rest of the promised gigabyte is Python and torch."""
 
-FAINT, LOST = 1e-5, 0.7
-"""Where all weights of a matrix are below the one, scales in fp16 hold few bits or none; its relative error is above the
-other where they hold none."""
+FAINT = 2.0**-10
+"""Where all weights of a matrix are below, fp16 scales hold few bits or none: it is quantized times a power of two."""
+LOWEST = -120
+"""The least exponent: its power of two has an inverse in fp32."""
 
 NTH_EXPERT = 8
 """Of these the residual rank is noted: experts are alike in it, and it takes a tenth of the time of rounding."""
@@ -55,6 +58,13 @@ def pack_line(
             with naming(line.matrix.name):
                 check_finite(stored.float() if stored.element_size() == 1 else stored)
         return [stored], {}
+    return pack_matrix(w, line, recipe, device, known)
+
+
+def pack_matrix(
+    w: Tensor, line: PlanLine, recipe: Recipe, device: torch.device, known: KnownHessian | None = None
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """The same for the matrix of a line that is quantized, [N, K] any float dtype."""
     w = w.to(device)
     hessian, note = (None, {}) if known is None else (known[0].to(device), known[1])
     if hessian is not None and line.importance and hessian.dim() == 2:
@@ -75,6 +85,8 @@ def quantize_line(
     """
     assert line.format is not None
     n, k = line.packed_shape
+    exponent = _exponent(w, line)
+    w = w.float() * 2.0**-exponent if exponent else w
     hessian = None if hessian is None else fill_up(hessian, *(k,) * hessian.dim())
     quantized = METHODS[line.method](
         fill_up(w, n, k), line.format, hessian=hessian, compensation=_compensation(line, recipe)
@@ -92,11 +104,19 @@ def quantize_line(
             / w.float().norm().clamp(min=1e-38)
         )
     record["error"] = float(f"{error:.6g}")
-    if quantized.error > LOST and float(w.abs().amax()) < FAINT:
-        record["underflow"] = True
+    if exponent:
+        record["exponent"] = exponent
     if quantized.proxy is not None:
         record["proxy"] = float(f"{quantized.proxy:.6g}")
-    return quantized.weight, record
+    return replace(quantized.weight, exponent=exponent), record
+
+
+def _exponent(w: Tensor, line: PlanLine) -> int:
+    """Of the power of two that leaves the largest weight between 1/2 and 1, where fp16 would lose scales; else 0."""
+    if isinstance(line.format, LatticeFormat) and not line.rank:  # one scale, in fp32
+        return 0
+    largest = float(w.abs().amax()) if w.numel() else 0.0
+    return max(LOWEST, math.frexp(largest)[1]) if 0 < largest < FAINT else 0
 
 
 def _compensation(line: PlanLine, recipe: Recipe) -> Compensation:

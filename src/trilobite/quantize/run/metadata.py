@@ -8,20 +8,25 @@ from typing import Any
 
 from trilobite.checkpoint.checksums import CHECKSUMS, of_files
 from trilobite.checkpoint.guard import guarded
-from trilobite.checkpoint.packed import FORMAT_VERSION, report_text
+from trilobite.checkpoint.packed import FORMAT_VERSION, SCALED_VERSION, report_text
 from trilobite.checkpoint.remote.store import is_url
 from trilobite.checkpoint.source import Source
 from trilobite.quantize.plan.plan import Plan, describe
 from trilobite.quantize.run.card import base_license
 
 
-def packed_config(source: Source, recipe: str) -> dict[str, Any]:
-    """config.json of the packed checkpoint: the original's, quantization_config replaced by ours, and the guard."""
+def packed_config(source: Source, recipe: str, done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """config.json of the packed checkpoint: the original's, quantization_config replaced by ours, and the guard.
+
+    done: records by tensor name
+    """
+    exponents = {name: done[name]["exponent"] for name in sorted(done) if "exponent" in done[name]}
     config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
     config["quantization_config"] = {
         "quant_method": "trilobite",
-        "format_version": FORMAT_VERSION,
+        "format_version": SCALED_VERSION if exponents else FORMAT_VERSION,
         "recipe": recipe,
+        **({"exponents": exponents} if exponents else {}),
     }
     return guarded(config)
 

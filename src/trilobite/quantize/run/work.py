@@ -17,7 +17,7 @@ from trilobite.quantize.calibrate.protocols import Records
 from trilobite.quantize.finetune.store import TunedStore
 from trilobite.quantize.plan.plan import Plan, PlanLine, decoded
 from trilobite.quantize.run.executor import MOST_TASKS, Executor
-from trilobite.quantize.run.lines import memory_of
+from trilobite.quantize.run.lines import memory_of, pack_matrix
 from trilobite.quantize.run.options import Options
 from trilobite.quantize.threads import Piece, results, single_threaded_torch, thread_pool
 
@@ -101,9 +101,19 @@ class Work:
             if line.format and name in self.writer.done:
                 place = model.place(line.matrix)
                 if place is not None and model.block_of(place) == index:
-                    model.put(place, decoded(line, self.stored(line), self.device))
+                    model.put(place, decoded(line, self.stored(line), self.device, self.exponent(line)))
             elif line.format is None and name in self.tuned and (kept := model.parameter(line.matrix)) in own:
                 own[kept].copy_(self.tuned[name])
+
+    def again(self, line: PlanLine, w: Tensor, hessians: Importance | None) -> list[Tensor]:
+        """The tensors of a line for other weights than the source's. w: [N, K] fp32    hessians: where it needs one."""
+        m = line.matrix
+        known = hessians.get(m.name, m.shape[1]) if hessians is not None and line.calibrated else None
+        return pack_matrix(w, line, self.plan.recipe, self.device, known)[0]
+
+    def exponent(self, line: PlanLine) -> int:
+        """Of the power of two that a finished line is multiplied with."""
+        return int(self.writer.done[line.matrix.name].get("exponent", 0))
 
     def stored(self, line: PlanLine) -> list[Tensor]:
         """The tensors of a finished line, tuned where they are."""

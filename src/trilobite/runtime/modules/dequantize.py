@@ -1,5 +1,7 @@
 """Turn packed modules back into those of PyTorch and transformers, with the weights that the packed ones stand for."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,17 +20,31 @@ def dequantize_modules(model: PreTrainedModel, dtype: torch.dtype) -> None:
     before = model.dtype
     for path in [name for name, module in model.named_modules() if isinstance(module, PackedModule)]:
         module = model.get_submodule(path)
-        plain: nn.Module
-        if isinstance(module, PackedExperts):
-            plain = dense_experts(module, dtype)
-        else:
-            assert isinstance(module, PackedLinear)
-            plain = dense_linear(module, dtype)
-        model.set_submodule(path, plain)
+        assert isinstance(module, PackedModule)
+        model.set_submodule(path, _plain(module, dtype))
     if dtype != before:
         for parameter in model.parameters():
             if parameter.dtype == before:
                 parameter.data = parameter.data.to(dtype)
+
+
+def decode_scaled(model: PreTrainedModel) -> None:
+    """Replace the modules of which a matrix has an exponent, which kernels do not know, once tensors have arrived.
+
+    An exponent is rare: of a matrix all of whose weights are below 2**-10.
+    """
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, PackedModule):
+            continue
+        if any(m is not None and m.exponent for row in module.matrices() for m in row):
+            model.set_submodule(path, _plain(module, model.dtype))
+
+
+def _plain(module: PackedModule, dtype: torch.dtype) -> nn.Module:
+    if isinstance(module, PackedExperts):
+        return dense_experts(module, dtype)
+    assert isinstance(module, PackedLinear)
+    return dense_linear(module, dtype)
 
 
 @torch.no_grad()
@@ -45,8 +61,10 @@ def dense_linear(module: PackedLinear, dtype: torch.dtype) -> nn.Linear:
 @torch.no_grad()
 def dense_experts(module: PackedExperts, dtype: torch.dtype) -> nn.Module:
     """The transformers module that was packed, its stacked parameters filled with the dequantized matrices."""
-    residence = module.settle() if module.residence is None else module.residence
-    weights = residence.stored(module)
+    if module.residence is None:
+        weights: Any = [[None if m is None else m.packed() for m in row] for row in module.matrices()]
+    else:
+        weights = module.residence.stored(module)
     original = module.original
     stacks: dict[str, Tensor] = {}
     for expert, row in enumerate(weights):

@@ -19,17 +19,18 @@ class PackedMatrix(nn.Module):
     def __init__(self, shape: tuple[int, int], parts: dict[str, Tensor]) -> None:
         """parts: the tensors by suffix (`packed`, ...), on the meta device before loading."""
         nn.Module.__init__(self)  # not that of nn.Linear, which would make a weight
-        self.shape = shape
+        self.shape, self.exponent = shape, 0
         for suffix in SUFFIXES:
             self.register_buffer(f"weight_{suffix}", parts.get(suffix))
 
     def packed(self) -> PackedWeight:
         """The packed weight, as views of the buffers."""
         parts = {s: getattr(self, f"weight_{s}") for s in SUFFIXES}
-        return PackedWeight(shape=self.shape, **parts)
+        return PackedWeight(shape=self.shape, exponent=self.exponent, **parts)
 
     def replace(self, w: PackedWeight) -> None:
         """Put other tensors in the place of the buffers."""
+        self.exponent = w.exponent
         for suffix in SUFFIXES:
             setattr(self, f"weight_{suffix}", getattr(w, suffix))
 

@@ -11,6 +11,7 @@ from trilobite.formats.bitpack import ROWS
 from trilobite.formats.weight import SUFFIXES
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.experts import EXPERT_NAME
+from trilobite.runtime.modules.dequantize import decode_scaled
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.matrix import PackedMatrix, check_loaded
@@ -95,11 +96,19 @@ def configure(model: nn.Module, settings: CpuSettings) -> None:
             module.configure(settings)
 
 
-def finish(model: nn.Module) -> None:
+def set_exponents(model: nn.Module, exponents: Mapping[str, int]) -> None:
+    """Tell packed matrices of the powers of two that they are multiplied with. exponents: by module path"""
+    for path, module in model.named_modules():
+        if isinstance(module, PackedMatrix):
+            module.exponent = exponents.get(path, 0)
+
+
+def finish(model: PreTrainedModel) -> None:
     """After loading: check every packed matrix, and let every module settle where its weights have arrived."""
     for name, module in model.named_modules():
         if isinstance(module, PackedMatrix):
             check_loaded(module, name)
+    decode_scaled(model)
     for module in model.modules():
         if isinstance(module, PackedModule):
             module.settle()

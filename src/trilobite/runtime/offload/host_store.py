@@ -133,9 +133,7 @@ class PinnedStore(HostStore):
 
 
 def _on(device: torch.device, w: PackedWeight | None) -> PackedWeight | None:
-    if w is None:
-        return None
-    return PackedWeight(shape=w.shape, **{s: t.to(device) for s, t in w.tensors().items()})
+    return None if w is None else w.to(device)
 
 
 class SlotStore(ExpertStore):

@@ -10,6 +10,7 @@ transforms follow as they are stored, padded to whole words. The matrices of all
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -281,7 +282,7 @@ def restore(pack: Pack) -> list[list[PackedWeight | None]]:
 def _restore(slab: Tensor, row: list[int], c: Coding, shape: tuple[int, int]) -> PackedWeight:
     n, k = shape
     words = _part(slab, row[PackColumn.WORDS], (-(-k // CHUNK), c.bits, n, LANES))
-    weight = (
+    weight: dict[str, Any] = (
         _restore_lattice(slab, row, c, shape, words) if c.e8p else _restore_affine(slab, row, c, shape, words)
     )
     if row[PackColumn.RANK] > 0:
