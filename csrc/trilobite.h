@@ -137,7 +137,7 @@ typedef struct {
   int64_t dtype, stride[TRILOBITE_DIMENSIONS];
 } trilobite_operand;
 
-// Keys and values of one layer of one text: rows [first, end) of k and v, [capacity, heads, width], dense.
+// Keys and values of one layer of one text: rows [first, end) of k and v, [heads, capacity, width], dense.
 typedef struct {
   void *k, *v;
   const int64_t *rows;  // [capacity]: 0, 1 ..

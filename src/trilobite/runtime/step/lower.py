@@ -5,6 +5,7 @@ Views are places, and cost nothing; what depends on weights alone is what it was
 """
 
 from collections.abc import Callable
+from ctypes import c_int64
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +38,13 @@ Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 class Lowered:
     """A step that runs: `steps` one after the other, on the places of `inputs`, then `logits` is there.
 
-    rows: of the cache's layers    fixed: tensors of the model that places or results depend on
+    words: the same memory as `inputs`    rows: of the cache's layers
+    fixed: tensors of the model that places or results depend on
     """
 
     steps: list[Run]
     inputs: tuple[Tensor, Tensor]
+    words: tuple[c_int64, c_int64]
     logits: Tensor
     rows: dict[int, Rows]
     fixed: list[Tensor]
@@ -278,6 +281,10 @@ def lower(trace: Trace, logits: Tensor) -> Lowered:
     return Lowered(
         steps=made.steps,
         inputs=(made.inputs[0], made.inputs[1]),
+        words=(
+            c_int64.from_address(made.inputs[0].data_ptr()),
+            c_int64.from_address(made.inputs[1].data_ptr()),
+        ),
         logits=made.logits,
         rows=made.rows,
         fixed=list(made.fixed.values()),

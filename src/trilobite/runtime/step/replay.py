@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import ModelOutput
@@ -24,6 +24,7 @@ from trilobite.runtime.attention import ATTENTION
 from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.lower import Lowered, lower
 from trilobite.runtime.step.trace import Trace, Unsuited, differ, record
+from trilobite.runtime.step.watch import Watch
 
 log = logging.getLogger(__name__)
 COMPARED = 2
@@ -54,9 +55,6 @@ class Step:
         self.ready: Lowered | None = None
         self.compared = 0
         self.why: str | None = None
-        self.watched: list[tuple[dict[Any, Any], Any, Any]] = []
-        self.hooks: list[dict[Any, Any]] = []
-        self.binds: list[tuple[Any, Any]] = []
         self.__doc__ = type(model).forward.__doc__
 
     @property
@@ -117,7 +115,7 @@ class Step:
 
     def _step(self, kwargs: dict[str, Any]) -> Any:
         try:
-            if self.ready is not None and not self._holds():
+            if self.ready is not None and not self.watch.holds():
                 self._forget()
             if self.ready is None:
                 return self._record(kwargs)
@@ -191,46 +189,7 @@ class Step:
         self.ready = lower(second, result.logits)
         self.kind = type(result)
         self.compared = 0
-        self._watch(second)
-
-    def _watch(self, trace: Trace) -> None:
-        """Everything whose change would make the list another one."""
-        called = list(dict.fromkeys(trace.called))
-        names = {
-            child: (parent, name) for parent in called for name, child in parent._modules.items() if child
-        }
-        self.hooks = [h for m in called for h in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)]
-        self.hooks += [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
-        self.watched = [(p._modules, name, child) for child, (p, name) in names.items()]
-        self.watched += [(m.__dict__, "forward", None) for m in called if m is not self.model]
-        self.watched += [(m.__dict__, "training", False) for m in called]
-        for m in called:
-            self.watched += [(m._parameters, name, p) for name, p in m._parameters.items()]
-            self.watched += [(m._buffers, name, b) for name, b in m._buffers.items()]
-        packed = [m for m in called if isinstance(m, PackedModule)]
-        self.watched += [
-            (m.__dict__, name, m.__dict__.get(name)) for m in packed for name in ("residence", "settings")
-        ]
-        self.binds = [(m.residence, m.residence.binding) for m in packed if m.residence is not None]
-        assert self.ready is not None
-        self.binding = ops.Binding(None, *self.ready.fixed)
-        self.asked = self._settings()
-
-    def _settings(self) -> tuple[Any, ...]:
-        config = self.model.config.get_text_config()
-        return (config._attn_implementation, *(getattr(config, name, None) for name in ASKED))
-
-    def _holds(self) -> bool:
-        """Whether the list still is what the model would do."""
-        if any(self.hooks) or self._settings() != self.asked:
-            return False
-        for holder, name, value in self.watched:
-            if holder.get(name) is not value:
-                return False
-        for residence, binding in self.binds:
-            if residence.binding is not binding:
-                return False
-        return self.binding.holds(*self.ready.fixed)  # type: ignore[union-attr]
+        self.watch = Watch(self.model, second.called, self.ready.fixed)
 
     def _forget(self) -> None:
         self.ready, self.traces = None, []
@@ -240,8 +199,7 @@ class Step:
         ready = self.ready
         assert ready is not None
         layers = cache.layers
-        ready.inputs[0].copy_(ids)
-        ready.inputs[1].fill_(cache.get_seq_length())
+        ready.words[0].value, ready.words[1].value = int(ids), cache.get_seq_length()
         for i, rows in ready.rows.items():
             rows.follow(layers[i])
         try:

@@ -47,16 +47,15 @@ class Rows:
             raise Unsuited(f"its cache holds keys of shape {list(keys.shape)}")
         length = keys.shape[2]
         capacity = length + max(ROOM, length // 4)
-        key = torch.empty(capacity, self.heads, self.width, dtype=self.dtype)
+        key = torch.empty(1, self.heads, capacity, self.width, dtype=self.dtype)
         value = torch.zeros_like(key)
-        key[:length] = keys[0].transpose(0, 1)
-        value[:length, :, : self.value_width] = values[0].transpose(0, 1)
+        key[:, :, :length] = keys
+        value[:, :, :length, : self.value_width] = values
         self.numbers = torch.arange(capacity)
         native = self.native
         native.k, native.v, native.rows = key.data_ptr(), value.data_ptr(), self.numbers.data_ptr()
         native.end, native.capacity = length, capacity
-        self.keys = key.transpose(0, 1)[None]
-        self.values = value.transpose(0, 1)[None, ..., : self.value_width]
+        self.keys, self.values = key, value[..., : self.value_width]
 
     def advance(self, layer: Any) -> None:
         """Show the layer the row that was written."""

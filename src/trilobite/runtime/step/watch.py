@@ -1,0 +1,87 @@
+"""Whether a model still is what it was when a step of it was recorded.
+
+Hooks, parameters, buffers and submodules are looked through only after something of that kind was registered anywhere in
+the process, which torch counts or tells: between two layers, memory of a thousand dictionaries is far away.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from trilobite.kernels import ops
+from trilobite.runtime.modules.residence import PackedModule
+
+
+class _Registrations:
+    """How many parameters, buffers and modules have got into modules since somebody watches."""
+
+    count = 0
+    counted = False
+
+    @classmethod
+    def count_on(cls) -> None:
+        """Let torch tell of each."""
+        if not cls.counted:
+            cls.counted = True
+            torch_modules.register_module_parameter_registration_hook(cls._one)
+            torch_modules.register_module_buffer_registration_hook(cls._one)
+            torch_modules.register_module_module_registration_hook(cls._one)
+
+    @classmethod
+    def _one(cls, *_: Any) -> None:
+        cls.count += 1
+
+
+class Watch:
+    """What a recorded step depends on, as it is now."""
+
+    def __init__(self, model: PreTrainedModel, called: Sequence[nn.Module], fixed: Sequence[Tensor]) -> None:
+        """called: the modules that ran    fixed: tensors whose memory or values the step has."""
+        _Registrations.count_on()
+        self.model, self.fixed = model, fixed
+        modules = list(dict.fromkeys(called))
+        self.own = [m.__dict__ for m in modules if m is not model]
+        packed = [m for m in modules if isinstance(m, PackedModule)]
+        self.packed = [
+            (m.__dict__, m.residence, m.residence.binding) for m in packed if m.residence is not None
+        ]
+        self.binding: ops.Binding[None] = ops.Binding(None, *fixed)
+        self.hooks = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)]
+        self.hooks += [torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks]
+        self.held: list[tuple[dict[str, Any], str, Any]] = []
+        for m in modules:
+            holders: list[dict[str, Any]] = [m._parameters, m._buffers]
+            if not isinstance(m, PackedModule):
+                holders.append(m._modules)
+            self.held += [(holder, name, value) for holder in holders for name, value in holder.items()]
+        self.configs = [(vars(c), dict(vars(c))) for c in {id(c): c for c in self._configs()}.values()]
+        self.seen = self._seen()
+
+    def _configs(self) -> tuple[Any, ...]:
+        return self.model.config, self.model.config.get_text_config()
+
+    @staticmethod
+    def _seen() -> tuple[int, int]:
+        return RemovableHandle.next_id, _Registrations.count
+
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+        seen = self._seen()
+        if seen != self.seen and not self._holds_all():
+            return False
+        self.seen = seen
+        for own in self.own:
+            if "forward" in own or own["training"]:
+                return False
+        for own, residence, binding in self.packed:
+            if own["residence"] is not residence or residence.binding is not binding:
+                return False
+        same = self.binding.holds(*self.fixed) and not self.model.training
+        return same and all(now == then for now, then in self.configs)
+
+    def _holds_all(self) -> bool:
+        return not any(self.hooks) and all(holder.get(name) is value for holder, name, value in self.held)
