@@ -98,9 +98,11 @@ def measure(model: Any, mode: str, options: argparse.Namespace) -> dict[str, flo
         found["probe"].append(cpu.measure_read_bandwidth(memory, 1))
         seconds, ours = timed(model, copy.deepcopy(cache), tokens)
         found["now"] += seconds
-        step.ready.steps, cut.seconds = cut.steps, 0.0
-        timed(model, copy.deepcopy(cache), tokens)
-        found["matrices"].append(cut.seconds / options.tokens)
+        step.ready.steps, again = cut.steps, copy.deepcopy(cache)
+        for token in tokens:
+            cut.seconds = 0.0
+            timed(model, again, token.view(1))
+            found["matrices"].append(cut.seconds)
         step.ready.steps = whole
         del model.forward
         seconds, theirs = timed(model, copy.deepcopy(cache), tokens)
