@@ -193,14 +193,15 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, dict[str, Found]
         text=args.calibration, samples=SAMPLES, context=args.context, propagate="original"
     )
     peers, found = Peers(model, calibration, args.work), {}
-    for data in (False, True) if args.data else (False,):
+    for data in (False,) if args.data is None else (False, True):
         ours = text_recipes() if data else free_recipes()
         variants: dict[str, Variant] = {
             f"**{name}**": packed_variant(bench, recipe, args.work, calibration if data else None)
             for name, recipe in ours.items()
         }
         variants |= dict(theirs(peers, args, data=data))
-        variants = {n: v for n, v in variants.items() if not args.recipes or n.strip("*") in args.recipes}
+        rows = (data and args.data) or args.recipes
+        variants = {n: v for n, v in variants.items() if not rows or n.strip("*") in rows}
         kind = "text" if data else "free"
         found[kind] = divergences(bench, variants, args.work / model.name / f"peers-{kind}.json")
     return found
@@ -229,7 +230,7 @@ def main() -> None:
     options.add_argument(
         "--calibration", type=Path, default=TRAINING_TEXT, help="text for those that take one"
     )
-    options.add_argument("--data", action="store_true", help="with a text as well")
+    options.add_argument("--data", nargs="*", help="with a text as well, these rows, or those of --recipes")
     options.add_argument("--recipes", nargs="*", help="only these rows")
     add_text(options, tokens=12288)
     add_work(options, "what is found stays here")
