@@ -298,6 +298,7 @@ def test_rotation(run: Any, model: Path, text: Path, work: Path) -> None:
     assert found["all rotated"] != found["as they are"]
 
 
+@pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
 def test_one_token_of_planned_recipes(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = ExpertsShape(name="tiny", experts=4, active=2, hidden=256, intermediate=512)
     monkeypatch.setattr(planned_token, "MIXTRAL", tiny)
