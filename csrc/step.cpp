@@ -35,11 +35,12 @@ int experts(const trilobite_step_node &n, int64_t threads) {
 int append(const trilobite_step_node &n) {
   auto &cache = *(trilobite_step_cache *)n.call;
   if (cache.end < 0 || cache.end >= cache.capacity) return refuse("row", cache.end, cache.capacity);
-  const int64_t heads = n.shape[2], width = n.shape[3], size = size_of(n.a.dtype);
+  const int64_t heads = n.shape[2], width = n.shape[3], size = size_of(n.a.dtype), row = cache.rows[cache.end];
+  if (row < 0 || row >= cache.limit) return refuse("row", row, cache.limit);
   for (int64_t h = 0; h < heads; h++) {
-    const int64_t row = (h * cache.capacity + cache.end) * width * size;
-    memcpy((uint8_t *)cache.k + row, (const uint8_t *)n.a.data + h * n.a.stride[2] * size, width * size);
-    uint8_t *v = (uint8_t *)cache.v + row;
+    const int64_t at = (row * cache.row_stride + h * cache.head_stride) * size;
+    memcpy((uint8_t *)cache.k + at, (const uint8_t *)n.a.data + h * n.a.stride[2] * size, width * size);
+    uint8_t *v = (uint8_t *)cache.v + at;
     memcpy(v, (const uint8_t *)n.b.data + h * n.b.stride[2] * size, n.lanes * size);
     memset(v + n.lanes * size, 0, (width - n.lanes) * size);
   }
@@ -56,7 +57,7 @@ int attend(const trilobite_step_node &n, int64_t threads) {
   a.q = n.a.data, a.k = cache.k, a.v = cache.v, a.y = n.out.data;
   a.rows = cache.rows + cache.first, a.starts = starts;
   a.dtype = n.a.dtype, a.texts = 1, a.heads = heads, a.kv_heads = n.shape[2], a.width = width;
-  a.limit = cache.capacity, a.row_stride = width, a.head_stride = cache.capacity * width;
+  a.limit = cache.limit, a.row_stride = cache.row_stride, a.head_stride = cache.head_stride;
   a.threads = threads, a.scale = n.number;
   return trilobite_attention(&a);
 }

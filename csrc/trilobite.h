@@ -137,11 +137,12 @@ typedef struct {
   int64_t dtype, stride[TRILOBITE_DIMENSIONS];
 } trilobite_operand;
 
-// Keys and values of one layer of one text: rows [first, end) of k and v, [heads, capacity, width], dense.
+// Keys and values of one layer of one text: `limit` rows of k and v, of which those at [first, end) of `rows` are the
+// text's; `rows` has places for `capacity`. Strides in elements.
 typedef struct {
   void *k, *v;
-  const int64_t *rows;  // [capacity]: 0, 1 ..
-  int64_t first, end, capacity;
+  const int64_t *rows;
+  int64_t first, end, capacity, limit, row_stride, head_stride;
 } trilobite_step_cache;
 
 // Element by element: over `shape`; b without data is `number`.
@@ -151,7 +152,7 @@ typedef struct {
 // LINEAR: `call` is a trilobite_matrix; out = a W^T + b. EXPERTS: a trilobite_experts_args, whose threads are those of the
 //   step unless positive.
 // APPEND: a and b, [heads = shape[2], width = shape[3]] at strides of `stride[2]` elements, `lanes` values of b to a head,
-//   become row `end` of the trilobite_step_cache `call`, which grows; what b is narrower becomes zeros.
+//   become the row at `end` of the trilobite_step_cache `call`, which grows; what b is narrower becomes zeros.
 // ATTEND: `call` is that cache; a: the queries [shape[1], shape[3]], dense; shape[2] heads of the cache; out dense, as wide
 //   as the keys; `number` is the scale.
 typedef struct {

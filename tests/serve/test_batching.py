@@ -9,7 +9,11 @@ from transformers import PreTrainedModel
 
 import trilobite
 from trilobite.errors import ArchitectureError
+from trilobite.kernels.ops import attends
+from trilobite.quantize.run.compress import compress
+from trilobite.recipe import load_recipe
 from trilobite.runtime.generate.text import Sampling
+from trilobite.runtime.step.replay import Step
 from trilobite.serve import batching as module
 from trilobite.serve.batching import Batching
 from trilobite.serve.pages import make_pages
@@ -57,6 +61,53 @@ def test_texts_side_by_side_are_those_of_generate(
     finally:
         batching.stop()
     assert model.config._attn_implementation == attention
+
+
+@pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_a_text_alone_is_replayed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one text are `generate`'s list, in pages; as soon as there are two they are the model's own."""
+    build_checkpoint(name, tmp_path / "original", dtype=torch.bfloat16)
+    compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
+    model = trilobite.load(str(tmp_path / "packed"))
+    prompts = [[5, 6, 7], [9, 8, 7, 6]]
+    wanted = [expected(model, ids, 70) for ids in prompts]
+    batching = Batching(model, None, make_pages(model, 2, 128), 60)
+    step, runs = model.forward, []
+    assert isinstance(step, Step)
+    run = step._run_list
+    monkeypatch.setattr(step, "_run_list", lambda *of: (runs.append(1), run(*of))[1])
+    batching.start()
+    try:
+        for ids, text in zip(prompts, wanted, strict=True):
+            assert [r.generated_tokens for r in results(batching, [ids], 70)] == [text]
+        assert step.compared_in_pages
+        assert len(runs) == 2 * 69  # all but the prompts
+        assert [r.generated_tokens for r in results(batching, prompts, 70)] == wanted
+        step.ready.logits.fill_(0)  # what the list makes counts
+        monkeypatch.setattr(step, "_run_list", lambda ready, *_: ready.logits.clone())
+        (made,) = results(batching, prompts[:1], 4)
+        assert made.generated_tokens[1:] == [0, 0, 0]
+    finally:
+        batching.stop()
+
+
+@pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
+def test_a_list_that_errs_in_pages_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_checkpoint("mixtral", tmp_path / "original", dtype=torch.bfloat16)
+    compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
+    model = trilobite.load(str(tmp_path / "packed"))
+    wanted = expected(model, [5, 6, 7], 8)
+    batching = Batching(model, None, make_pages(model, 2, 64), 60)
+    step = model.forward
+    monkeypatch.setattr(step, "_run_list", lambda ready, *_: ready.logits + 1)
+    batching.start()
+    try:
+        (made,) = results(batching, [[5, 6, 7]], 8)
+        assert made.generated_tokens == wanted
+        assert step.pages_of is None
+    finally:
+        batching.stop()
 
 
 def test_an_error_in_a_step_is_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

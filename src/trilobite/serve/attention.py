@@ -60,15 +60,26 @@ def attention_by_text(
 def _kept(module: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Keep the new keys and values; returns all, [.., kv heads, D], and which rows of them the texts have, in order."""
     cache, layer = kwargs["cache"], module.layer_idx
-    allocator = cache.layer_to_allocator[layer]
-    rows = kwargs["read_index"][allocator.index]
-    if allocator.supports_block_table and rows.numel():  # all that a text has stays where it is
+    pages = pages_of(kwargs, layer)
+    if pages is not None:
         kwargs["read_index"] = [found[:0] for found in kwargs["read_index"]]  # write, and gather nothing
         cache.update(key, value, layer, kwargs)
-        keys, values = (pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(layer))
-        return keys, values, rows
+        return pages
     key, value = cache.update(key, value, layer, kwargs)
     return key[0].transpose(0, 1), value[0].transpose(0, 1), torch.arange(key.shape[2], device=key.device)
+
+
+def pages_of(kwargs: dict[str, Any], layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """All keys and values of a layer, [.., kv heads, D], and which rows of them the texts of a batch have, in order.
+
+    None where a layer keeps only some, and where no text has any yet.
+    """
+    allocator = kwargs["cache"].layer_to_allocator[layer]
+    rows = kwargs["read_index"][allocator.index]
+    if not allocator.supports_block_table or not rows.numel():
+        return None
+    keys, values = (pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(layer))
+    return keys, values, rows
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:

@@ -15,8 +15,9 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from trilobite.errors import EvaluationError
 from trilobite.runtime.finite import not_finite
+from trilobite.runtime.step.replay import Step
 from trilobite.serve.answer import Answer, Wish
-from trilobite.serve.attention import ATTENTION
+from trilobite.serve.attention import ATTENTION, pages_of
 from trilobite.serve.call import CALL
 from trilobite.serve.pages import PAGE, Pages, page_width
 from trilobite.serve.sampler import Sampler
@@ -35,7 +36,12 @@ class Manager(ContinuousBatchingManager):  # type: ignore[misc]
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
         """Ours, on every device."""
         self._original_attn_impl = model.config._attn_implementation
+        step = model.__dict__.get("forward")
+        if isinstance(step, Step):
+            step.prepare()
         model.set_attn_implementation(ATTENTION)
+        if isinstance(step, Step):
+            step.replay_in_pages(pages_of)
 
     def not_finite(self, tokens: list[int]) -> EvaluationError:
         """Where NaN or infinite values begin in a text, which is run once more, with attention as it was."""

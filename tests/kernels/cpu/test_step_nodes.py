@@ -139,5 +139,9 @@ def test_rows_of_a_table_and_of_a_cache_are_checked() -> None:
     full = ops.StepCache(end=4, capacity=4)
     with pytest.raises(ShapeError, match="row 4 of 4"):
         run(ops.append_row(torch.randn(2, 16), torch.randn(2, 16), full))
+    outside = torch.tensor([0, 7])
+    pages = ops.StepCache(end=1, capacity=2, limit=7, rows=outside.data_ptr())
+    with pytest.raises(ShapeError, match="row 7 of 7"):
+        run(ops.append_row(torch.randn(2, 16), torch.randn(2, 16), pages))
     with pytest.raises(ShapeError, match="kind 99"):
         run(ops.StepNode(99))

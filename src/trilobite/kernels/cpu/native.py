@@ -90,7 +90,7 @@ class StepCache(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("k", "v", "rows")),
-        *((name, c_int64) for name in ("first", "end", "capacity")),
+        *((name, c_int64) for name in ("first", "end", "capacity", "limit", "row_stride", "head_stride")),
     )
 
 

@@ -1,4 +1,4 @@
-"""A model's forward that runs a step of decoding from a list, once it has seen two of them and compared one.
+"""A model's forward that runs a step of decoding from a list, once it has seen two of them and compared two.
 
 Beside the products, a token's time goes to Python: modules, wrappers, checks, small operators. The first two steps are
 recorded (`trace.py`), made runnable (`lower.py`), and the next ones run both ways: only where all bits are the same does
@@ -10,23 +10,26 @@ import functools
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import ModelOutput
 
 from trilobite.errors import one_line
 from trilobite.kernels import ops
 from trilobite.runtime.attention import ATTENTION
 from trilobite.runtime.modules.residence import AsStored, PackedModule
+from trilobite.runtime.step.conditions import Kept, follows, grows, is_step_in_pages, same_bits, undisturbed
 from trilobite.runtime.step.lower import Lowered, lower
 from trilobite.runtime.step.trace import Trace, Unsuited, differ, record
 from trilobite.runtime.step.watch import Watch
 
 log = logging.getLogger(__name__)
+RECORDED = 2
+"""Steps that are written down, at different positions."""
 COMPARED = 2
 """Steps that run both ways."""
 KNOWN = frozenset(
@@ -41,7 +44,10 @@ KNOWN = frozenset(
     )
 )
 ASKED = ("output_attentions", "output_hidden_states", "output_router_logits")
-LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+PagesOf = Callable[[dict[str, Any], int], tuple[Tensor, Tensor, Tensor] | None]
+"""Arguments of a server's forward, a layer -> those of `Rows.lie_in`; None where it has none."""
 
 
 class Step:
@@ -55,6 +61,8 @@ class Step:
         self.ready: Lowered | None = None
         self.compared = 0
         self.why: str | None = None
+        self.pages_of: PagesOf | None = None
+        self.compared_in_pages = False
         self.__doc__ = type(model).forward.__doc__
 
     @property
@@ -80,12 +88,33 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         named = {"input_ids": args[0], **kwargs} if len(args) == 1 and "input_ids" not in kwargs else kwargs
-        if self.why is None and len(args) < 2 and self._is_step(named) and self.lock.acquire(blocking=False):
+        run = self._way(named) if self.why is None and len(args) < 2 else None
+        if run is not None and self.lock.acquire(blocking=False):
             try:
-                return self._step(named)
+                return run(named)
             finally:
                 self.lock.release()
         return self._forward(*args, **kwargs)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Record and compare now, on tokens of nobody."""
+        cache, ids = DynamicCache(config=self.model.config), torch.zeros(1, 1, dtype=torch.int64)
+        for _ in range(1 + RECORDED + COMPARED):
+            if self.why is None:
+                self(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    def replay_in_pages(self, pages_of: PagesOf) -> None:
+        """From now on, replay steps of one text in a server's pages; its attention does what the recorded one does."""
+        self.pages_of, self.compared_in_pages = pages_of, False
+        if self.ready is not None:
+            self.watch.look_at_configs()
+
+    def _way(self, kwargs: dict[str, Any]) -> Callable[[dict[str, Any]], Any] | None:
+        """What runs a step of this kind; None where it is none."""
+        if self._is_step(kwargs):
+            return self._step
+        return self._step_in_pages if self.pages_of is not None and is_step_in_pages(kwargs) else None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.model).forward(self.model, *args, **kwargs)
@@ -100,14 +129,14 @@ class Step:
         return (
             ids.is_cpu
             and ids.dtype == torch.int64
-            and _undisturbed()
+            and undisturbed()
             and all(v is None for k, v in kwargs.items() if k not in KNOWN)
             and self._caches(kwargs.get("use_cache"))
             and kwargs.get("return_dict") is not False
             and type(keep) is int
             and keep >= 0
-            and _grows(cache)
-            and _follows(cache.get_seq_length(), kwargs.get("attention_mask"), kwargs.get("position_ids"))
+            and grows(cache)
+            and follows(cache.get_seq_length(), kwargs.get("attention_mask"), kwargs.get("position_ids"))
         )
 
     def _caches(self, asked: bool | None) -> bool:
@@ -137,11 +166,11 @@ class Step:
 
     def _record(self, kwargs: dict[str, Any]) -> Any:
         self._check_model(kwargs["past_key_values"])
-        kept = _Kept(kwargs["past_key_values"])
+        kept = Kept(kwargs["past_key_values"])
         try:
             trace = record(self.model, self._forward, self._arguments(kwargs))
             self.traces.append(trace)
-            if len(self.traces) == 2:
+            if len(self.traces) == RECORDED:
                 self._prepare(*self.traces)
                 self.traces = []
         except Exception as e:
@@ -199,9 +228,16 @@ class Step:
         ready = self.ready
         assert ready is not None
         layers = cache.layers
-        ready.words[0].value, ready.words[1].value = int(ids), cache.get_seq_length()
+        at = cache.get_seq_length()
         for i, rows in ready.rows.items():
             rows.follow(layers[i])
+        logits = self._run_list(ready, int(ids), at)
+        for i, rows in ready.rows.items():
+            rows.advance(layers[i])
+        return logits
+
+    def _run_list(self, ready: Lowered, token: int, position: int) -> Tensor:
+        ready.words[0].value, ready.words[1].value = token, position
         try:
             for call, args, kwargs in ready.steps:
                 call(*args, **kwargs)
@@ -209,9 +245,30 @@ class Step:
             for rows in ready.rows.values():
                 rows.forget()
             raise
-        for i, rows in ready.rows.items():
-            rows.advance(layers[i])
         return ready.logits.clone()
+
+    def _step_in_pages(self, kwargs: dict[str, Any]) -> Any:
+        """A step of one text whose rows lie in a server's pages; the first one runs both ways."""
+        ready, pages_of = self.ready, self.pages_of
+        if ready is None or pages_of is None or self.compared < COMPARED or not self.watch.holds():
+            return self._forward(**kwargs)
+        pages = [pages_of(kwargs, i) for i in ready.rows]
+        try:
+            for rows, found in zip(ready.rows.values(), pages, strict=True):
+                if found is None:
+                    return self._forward(**kwargs)
+                rows.lie_in(*found)
+            logits = self._run_list(ready, int(kwargs["input_ids"]), int(kwargs["position_ids"]))
+            if not self.compared_in_pages:
+                expected = self._forward(**kwargs)  # writes the same row again
+                if not same_bits(expected.logits, logits):
+                    raise Unsuited("in pages its logits are other ones")
+                self.compared_in_pages = True
+        except Unsuited as e:
+            self.pages_of = None
+            log.info("%s: a server's steps run as transformers runs them: %s", type(self.model).__name__, e)
+            return self._forward(**kwargs)
+        return self.kind(logits=logits)
 
     def _replay(self, kwargs: dict[str, Any]) -> Any:
         cache = kwargs["past_key_values"]
@@ -219,9 +276,9 @@ class Step:
 
     def _compare(self, kwargs: dict[str, Any]) -> Any:
         cache = kwargs["past_key_values"]
-        kept = _Kept(cache)
+        kept = Kept(cache)
         expected = self._forward(**kwargs)
-        after = _Kept(cache)
+        after = Kept(cache)
         kept.restore()
         try:
             logits = self._run(cache, kwargs["input_ids"])
@@ -229,9 +286,9 @@ class Step:
             kept.restore()
             raise _unsuited(e) from e
         same_rows = all(
-            _same_bits(keys, x.keys) and _same_bits(values, x.values) for x, keys, values, _ in after.layers
+            same_bits(keys, x.keys) and same_bits(values, x.values) for x, keys, values, _ in after.layers
         )
-        if not _same_bits(expected.logits, logits):
+        if not same_bits(expected.logits, logits):
             kept.restore()
             raise Unsuited("its logits are other ones")
         if not same_rows:
@@ -244,50 +301,6 @@ class Step:
 def _unsuited(e: Exception) -> Unsuited:
     """What went wrong with a list; where the model itself is to blame, its own forward says so again."""
     return e if isinstance(e, Unsuited) else Unsuited(f"{type(e).__name__}: {one_line(e)}")
-
-
-def _undisturbed() -> bool:
-    """Whether nobody records, compiles, converts or differentiates what torch does."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled("cpu")
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-    )
-
-
-def _grows(cache: DynamicCache) -> bool:
-    """Whether every layer of a cache holds keys and values of some tokens, and of nothing else."""
-    layers = cache.layers
-    return (
-        bool(layers) and not cache.offloading and all(type(x) in LAYERS and x.is_initialized for x in layers)
-    )
-
-
-def _follows(length: int, mask: Tensor | None, position: Tensor | None) -> bool:
-    """Whether a token stands behind so many others, and sees them all."""
-    if mask is not None and not (type(mask) is Tensor and mask.shape == (1, length + 1) and bool(mask.all())):
-        return False
-    return position is None or (position.shape == (1, 1) and int(position) == length)
-
-
-class _Kept:
-    """What a cache holds, to go back to."""
-
-    def __init__(self, cache: DynamicCache) -> None:
-        self.layers = [(x, x.keys, x.values, getattr(x, "cumulative_length", None)) for x in cache.layers]
-
-    def restore(self) -> None:
-        for layer, keys, values, length in self.layers:
-            layer.keys, layer.values = keys, values
-            if length is not None:
-                layer.cumulative_length = length
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def replay_steps(model: PreTrainedModel) -> None:

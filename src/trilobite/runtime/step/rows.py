@@ -1,4 +1,5 @@
-"""Keys and values of one layer in memory with room for more: a new token is written behind those that are there."""
+"""Keys and values of one layer in memory with room for more: a new token is written behind those that are there, or
+where a server has a place for it."""
 
 from typing import Any
 
@@ -54,7 +55,8 @@ class Rows:
         self.numbers = torch.arange(capacity)
         native = self.native
         native.k, native.v, native.rows = key.data_ptr(), value.data_ptr(), self.numbers.data_ptr()
-        native.end, native.capacity = length, capacity
+        native.end, native.capacity, native.limit = length, capacity, capacity
+        native.row_stride, native.head_stride = self.width, capacity * self.width
         self.keys, self.values = key, value[..., : self.value_width]
 
     def advance(self, layer: Any) -> None:
@@ -66,6 +68,23 @@ class Rows:
             layer.cumulative_length += 1
         self.views = self.keys.narrow(2, first, end - first), self.values.narrow(2, first, end - first)
         layer.keys, layer.values = self.views
+
+    def lie_in(self, keys: Tensor, values: Tensor, index: Tensor) -> None:
+        """Be the rows of others' memory that index says, the last of them for the new token.
+
+        keys, values: [rows, heads, width], dense    index: [S] int64, dense
+        """
+        shape = keys.shape[0], self.heads, self.width
+        for t in (keys, values):
+            if t.shape != shape or t.dtype != self.dtype or not t.is_contiguous() or not t.is_cpu:
+                raise Unsuited(f"its pages are of shape {list(t.shape)}")
+        if index.dtype != torch.int64 or not index.is_contiguous():
+            raise Unsuited("rows of its pages are counted otherwise")
+        self.forget()
+        native = self.native
+        native.k, native.v, native.rows = keys.data_ptr(), values.data_ptr(), index.data_ptr()
+        native.first, native.end, native.capacity, native.limit = 0, len(index) - 1, len(index), len(keys)
+        native.row_stride, native.head_stride = self.heads * self.width, self.width
 
     def forget(self) -> None:
         """Hold nothing: what was written is not known."""

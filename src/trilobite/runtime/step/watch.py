@@ -58,8 +58,12 @@ class Watch:
             if not isinstance(m, PackedModule):
                 holders.append(m._modules)
             self.held += [(holder, name, value) for holder in holders for name, value in holder.items()]
-        self.configs = [(vars(c), dict(vars(c))) for c in {id(c): c for c in self._configs()}.values()]
+        self.look_at_configs()
         self.seen = self._seen()
+
+    def look_at_configs(self) -> None:
+        """Take settings as they are now for those of the recorded step."""
+        self.configs = [(vars(c), dict(vars(c))) for c in {id(c): c for c in self._configs()}.values()]
 
     def _configs(self) -> tuple[Any, ...]:
         return self.model.config, self.model.config.get_text_config()
