@@ -7,6 +7,7 @@ the process, which torch counts or tells: between two layers, memory of a thousa
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
@@ -33,7 +34,8 @@ class _Registrations:
 
     @classmethod
     def _one(cls, *_: Any) -> None:
-        cls.count += 1
+        if not torch.compiler.is_compiling():  # a graph that counts would be made anew for every count
+            cls.count += 1
 
 
 class Watch:
