@@ -243,7 +243,7 @@ def test_a_step_behind_a_cache_is_the_whole_pass(model_type: str) -> None:
 
 
 def test_a_model_in_training_masks_and_draws() -> None:
-    torch.manual_seed(0)  # which experts are drawn
+    torch.manual_seed(1)  # draws every expert at least once
     model = build_model("nllb-moe").train()
     model.config.second_expert_policy = "random"
     loss = model(**inputs(), labels=inputs()["decoder_input_ids"]).loss
