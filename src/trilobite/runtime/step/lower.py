@@ -16,6 +16,7 @@ from trilobite.kernels import ops
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.residence import AsStored
+from trilobite.runtime.step.conditions import same_bits
 from trilobite.runtime.step.rows import Rows
 from trilobite.runtime.step.small import small_nodes
 from trilobite.runtime.step.trace import (
@@ -259,18 +260,16 @@ def _out_variant(node: Node) -> tuple[Any, list[str]] | None:
         given = dict(zip((a.name for a in outs), places, strict=True))
         try:
             other(*node.args, **node.kwargs, **given)
-        except (RuntimeError, TypeError, NotImplementedError):
+        except (
+            RuntimeError,
+            TypeError,
+            NotImplementedError,
+        ):  # not for these arguments: its results are copied
             continue
         pairs = zip(made if isinstance(made, tuple | list) else (made,), places, strict=True)
-        if all(_same_bits(a, b) for a, b in pairs):
+        if all(same_bits(a, b) for a, b in pairs):
             return other, list(given)
     return None
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )
 
 
 @torch.inference_mode(False)

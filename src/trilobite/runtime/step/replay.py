@@ -43,7 +43,6 @@ KNOWN = frozenset(
         "return_dict",
     )
 )
-ASKED = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 PagesOf = Callable[[dict[str, Any], int], tuple[Tensor, Tensor, Tensor] | None]
