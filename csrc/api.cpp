@@ -12,8 +12,6 @@ using namespace trilobite;
 
 namespace {
 
-bool known_dtype(int64_t d) { return d == TRILOBITE_F32 || d == TRILOBITE_F16 || d == TRILOBITE_BF16; }
-bool known_digits(int64_t d) { return d == TRILOBITE_EXACT || d == TRILOBITE_INT8; }
 int threads_of(int64_t wanted) { return wanted < 1 ? 1 : wanted > MAX_THREADS ? MAX_THREADS : (int)wanted; }
 
 // Runs body, which returns false after fail(). Python's frames know nothing of C++ exceptions: one that left would end
@@ -33,6 +31,10 @@ template <typename Body> int guarded(Body body) noexcept {
   return TRILOBITE_EXHAUSTED;
 }
 
+}  // namespace
+
+namespace trilobite {
+
 bool check_experts(const trilobite_experts_args &a) {
   if (!known_dtype(a.dtype) || !known_dtype(a.weights_dtype) || !known_dtype(a.bias_dtype) || !known_digits(a.digits) ||
       (a.index_bytes != 8 && a.index_bytes != 4))
@@ -46,7 +48,7 @@ bool check_experts(const trilobite_experts_args &a) {
   return true;
 }
 
-}  // namespace
+}  // namespace trilobite
 
 int trilobite_linear(const void *x, int64_t dtype, int64_t tokens, const trilobite_matrix *w, const void *bias,
                      int64_t bias_dtype, void *y, int64_t digits, int64_t threads) {
@@ -85,6 +87,14 @@ int trilobite_attention(const trilobite_attention_args *args) {
     a.threads = threads_of(a.threads);
     if (!known_dtype(a.dtype)) return fail("attention: unknown element type");
     return attention(a);
+  });
+}
+
+int trilobite_dense(const trilobite_dense_args *args) {
+  return guarded([&] {
+    trilobite_dense_args a = *args;
+    a.threads = threads_of(a.threads);
+    return dense(a);
   });
 }
 

@@ -129,6 +129,9 @@ struct Tier {
   void (*attend)(const trilobite_attention_args &a, const AttentionPart &p, float *scratch);
   void (*attend_join)(const trilobite_attention_args &a, int64_t text, int64_t head, const AttentionPart &p,
                       int64_t count, float *out);
+  // out [tokens, ld] = rows [row, row + rows) of a dense matrix [.., k] of dtype times x [tokens, k] of fp32.
+  void (*dense)(const void *w, int dtype, int64_t row, int64_t rows, int64_t k, const float *x, int64_t tokens,
+                float *out, int64_t ld);
   // fp32 -> dtype.
   void (*store)(const float *x, int64_t count, void *y, int dtype);
   // Small operators of a step: element by element, and sums of rows.

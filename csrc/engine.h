@@ -20,11 +20,20 @@ void product(const Tier &t, const Matrix &m, int64_t band, int bands, const Digi
 void linear(const void *x, int dtype, int64_t tokens, const Matrix &m, const void *bias, int bias_dtype, void *y,
             int digits, int threads);
 
+// False after leaving a message: element types, modes or sizes that no layer of experts has.
+bool check_experts(const trilobite_experts_args &a);
+
 // False after leaving a message: the table of experts does not fit the slab.
 bool experts(const trilobite_experts_args &a);
 
 // False after leaving a message: sizes that do not fit, or rows that the cache does not have.
 bool attention(const trilobite_attention_args &a);
+
+// Largest number of tokens, and sides of a dense matrix.
+constexpr int64_t MOST_DENSE = 1 << 20;
+
+// False after leaving a message: sizes out of range.
+bool dense(const trilobite_dense_args &a);
 
 // False after leaving a message: shapes or bits that no format has.
 bool quantize(const trilobite_quantize_args &a);

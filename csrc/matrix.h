@@ -12,6 +12,9 @@ constexpr int64_t MOST_SIDE = 1 << 30;
 bool fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *last_error();
 
+inline bool known_dtype(int64_t d) { return d == TRILOBITE_F32 || d == TRILOBITE_F16 || d == TRILOBITE_BF16; }
+inline bool known_digits(int64_t d) { return d == TRILOBITE_EXACT || d == TRILOBITE_INT8; }
+
 // Fill the derived fields. False (with a message) when the numbers describe no format.
 bool describe(const trilobite_matrix &w, Matrix *m);
 

@@ -3,11 +3,10 @@
 
 #include "dispatch.h"
 #include "matrix.h"
+#include "step.h"
 
 namespace trilobite {
 namespace {
-
-int64_t size_of(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : 2; }
 
 int refuse(const char *what, int64_t found, int64_t limit) {
   fail("step: %s %lld of %lld", what, (long long)found, (long long)limit);
@@ -35,13 +34,15 @@ int experts(const trilobite_step_node &n, int64_t threads) {
 int append(const trilobite_step_node &n) {
   auto &cache = *(trilobite_step_cache *)n.call;
   if (cache.end < 0 || cache.end >= cache.capacity) return refuse("row", cache.end, cache.capacity);
-  const int64_t heads = n.shape[2], width = n.shape[3], size = size_of(n.a.dtype), row = cache.rows[cache.end];
+  const int64_t heads = n.shape[2], width = n.shape[3], size = size_of(n.a.dtype);
+  if (!lies(cache, n.a.dtype, heads, width)) return TRILOBITE_REFUSED;
+  const int64_t row = cache.rows[cache.end];
   if (row < 0 || row >= cache.limit) return refuse("row", row, cache.limit);
   for (int64_t h = 0; h < heads; h++) {
     const int64_t at = (row * cache.row_stride + h * cache.head_stride) * size;
-    memcpy((uint8_t *)cache.k + at, (const uint8_t *)n.a.data + h * n.a.stride[2] * size, width * size);
+    memmove((uint8_t *)cache.k + at, (const uint8_t *)n.a.data + h * n.a.stride[2] * size, width * size);
     uint8_t *v = (uint8_t *)cache.v + at;
-    memcpy(v, (const uint8_t *)n.b.data + h * n.b.stride[2] * size, n.lanes * size);
+    memmove(v, (const uint8_t *)n.b.data + h * n.b.stride[2] * size, n.lanes * size);
     memset(v + n.lanes * size, 0, (width - n.lanes) * size);
   }
   cache.end++;
@@ -53,6 +54,7 @@ int attend(const trilobite_step_node &n, int64_t threads) {
   if (cache.first < 0 || cache.first >= cache.end || cache.end > cache.capacity)
     return refuse("row", cache.first, cache.end);
   const int64_t heads = n.shape[1], width = n.shape[3], starts[2] = {0, cache.end - cache.first};
+  if (!lies(cache, n.a.dtype, n.shape[2], width)) return TRILOBITE_REFUSED;
   trilobite_attention_args a{};
   a.q = n.a.data, a.k = cache.k, a.v = cache.v, a.y = n.out.data;
   a.rows = cache.rows + cache.first, a.starts = starts;
@@ -60,6 +62,13 @@ int attend(const trilobite_step_node &n, int64_t threads) {
   a.limit = cache.limit, a.row_stride = cache.row_stride, a.head_stride = cache.head_stride;
   a.threads = threads, a.scale = n.number;
   return trilobite_attention(&a);
+}
+
+int dense(const trilobite_step_node &n, int64_t threads) {
+  trilobite_dense_args a{};
+  a.x = n.a.data, a.w = n.b.data, a.y = n.out.data, a.dtype = n.a.dtype;
+  a.tokens = n.shape[1], a.n = n.shape[2], a.k = n.shape[3], a.threads = threads;
+  return trilobite_dense(&a);
 }
 
 int run(const trilobite_step_node &n, int64_t threads) {
@@ -70,7 +79,8 @@ int run(const trilobite_step_node &n, int64_t threads) {
     case TRILOBITE_EXPERTS: return experts(n, threads);
     case TRILOBITE_APPEND: return append(n);
     case TRILOBITE_ATTEND: return attend(n, threads);
-    default: return n.kind <= TRILOBITE_RSQRT ? (tier().map(n), 0) : refuse("kind", n.kind, TRILOBITE_ATTEND);
+    case TRILOBITE_DENSE: return dense(n, threads);
+    default: return tier().map(n), 0;
   }
 }
 

@@ -21,6 +21,7 @@ constexpr auto rows_tier = rows_vectors;
 #include "kernel/low_rank.h"
 #include "kernel/activation.h"
 #include "kernel/attention.h"
+#include "kernel/dense.h"
 #include "kernel/small.h"
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
@@ -29,8 +30,8 @@ constexpr auto rows_tier = rows_vectors;
 }  // namespace
 
 extern const Tier TRILOBITE_TIER;
-const Tier TRILOBITE_TIER = {
-    TRILOBITE_TIER_NAME, 0,        parts_vectors, quantize_block, quantize_columns, rows_vectors, low_rank_v,
-    low_rank_u,          activate, attend,        attend_join,    store_floats,     map_elements, sum_rows,
-    read_bytes,          spin,     rotate,        quantize_tile,  quantize_span};
+const Tier TRILOBITE_TIER = {TRILOBITE_TIER_NAME, 0,          parts_vectors, quantize_block, quantize_columns,
+                             rows_vectors,        low_rank_v, low_rank_u,    activate,       attend,
+                             attend_join,         dense_rows, store_floats,  map_elements,   sum_rows,
+                             read_bytes,          spin,       rotate,        quantize_tile,  quantize_span};
 }  // namespace trilobite

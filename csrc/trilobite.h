@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 11
+#define TRILOBITE_ABI 13
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -110,6 +110,16 @@ typedef struct {
 
 TRILOBITE_API int trilobite_attention(const trilobite_attention_args *args);
 
+// y [tokens, n] = x [tokens, k] W^T + bias for a dense matrix of few rows, such as a router's; all contiguous, of `dtype`,
+// sums in fp32; bias may be NULL. An element of y has the same bits whatever the tokens beside it and the threads.
+typedef struct {
+  const void *x, *w, *bias;
+  void *y;
+  int64_t dtype, tokens, n, k, threads;
+} trilobite_dense_args;
+
+TRILOBITE_API int trilobite_dense(const trilobite_dense_args *args);
+
 // What a node of a decoding step does. Up to RSQRT: out = a op b, element by element, results rounded to the type of out;
 // then sums of rows, a row of a table, and the operators above on addresses that stay.
 enum trilobite_step_kind {
@@ -126,23 +136,24 @@ enum trilobite_step_kind {
   TRILOBITE_LINEAR = 10,
   TRILOBITE_EXPERTS = 11,
   TRILOBITE_APPEND = 12,
-  TRILOBITE_ATTEND = 13
+  TRILOBITE_ATTEND = 13,
+  TRILOBITE_DENSE = 14
 };
 
 #define TRILOBITE_DIMENSIONS 4
 
-// A tensor of up to four dimensions; strides count elements, 0 where it is repeated.
+// A tensor of up to four dimensions in `bytes` bytes of memory; strides count elements, 0 where it is repeated.
 typedef struct {
   void *data;
-  int64_t dtype, stride[TRILOBITE_DIMENSIONS];
+  int64_t bytes, dtype, stride[TRILOBITE_DIMENSIONS];
 } trilobite_operand;
 
 // Keys and values of one layer of one text: `limit` rows of k and v, of which those at [first, end) of `rows` are the
-// text's; `rows` has places for `capacity`. Strides in elements.
+// text's; `rows` has places for `capacity`, k and v are of `bytes` bytes each. Strides in elements.
 typedef struct {
   void *k, *v;
   const int64_t *rows;
-  int64_t first, end, capacity, limit, row_stride, head_stride;
+  int64_t first, end, capacity, limit, row_stride, head_stride, bytes;
 } trilobite_step_cache;
 
 // Element by element: over `shape`; b without data is `number`.
@@ -155,6 +166,7 @@ typedef struct {
 //   become the row at `end` of the trilobite_step_cache `call`, which grows; what b is narrower becomes zeros.
 // ATTEND: `call` is that cache; a: the queries [shape[1], shape[3]], dense; shape[2] heads of the cache; out dense, as wide
 //   as the keys; `number` is the scale.
+// DENSE: out [shape[1], shape[2]] = a W^T, W being b, [shape[2], shape[3]]; all dense, of one type.
 typedef struct {
   int64_t kind, shape[TRILOBITE_DIMENSIONS];
   trilobite_operand out, a, b;
@@ -163,7 +175,12 @@ typedef struct {
   void *call;
 } trilobite_step_node;
 
-// Runs nodes one after the other; with `threads` where a node has none of its own.
+// Whether nodes may run: known kinds and types, every operand inside of its memory, results that share none of it with
+// operands, or all in the same places. What `call` points to is checked as the functions above check it. Once for a list.
+TRILOBITE_API int trilobite_step_check(const trilobite_step_node *nodes, int64_t count);
+
+// Runs nodes that were checked one after the other; with `threads` where a node has none of its own. Rows of tables and
+// caches, and where caches lie, may change from run to run, and are checked here.
 TRILOBITE_API int trilobite_step(const trilobite_step_node *nodes, int64_t count, int64_t threads);
 
 // The last error of the calling thread, one line.

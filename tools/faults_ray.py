@@ -39,6 +39,7 @@ from tools.remains import digests, journal
 OURS = re.compile(
     r"a worker (died|ran out of memory) over .*; done again.* \(\d\)|compress: \d+ %.*"
     r"|no node of the cluster has a core for us; waiting for one"
+    r"|.*: is already complete; nothing was done"  # killed after its last act
 )
 """Lines that the command may print on standard error."""
 FULL = re.compile(r"error: .*: (the disk is full; nothing is lost: |the rest needs .* GB, the disk has ).*")

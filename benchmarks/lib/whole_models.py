@@ -22,6 +22,23 @@ def _config(name: str) -> tuple[Any, str]:
     if name == "mixtral":
         config = AutoConfig.for_model("mixtral", num_hidden_layers=2, vocab_size=32000)
         return config, "Mixtral-8x7B shape, 2 layers"
+    if name == "qwen3":
+        config = AutoConfig.for_model(
+            "qwen3_moe",
+            vocab_size=32000,
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=4,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+        )
+        return config, "Qwen3-30B-A3B shape, 4 layers"
     config = AutoConfig.for_model(
         "deepseek",
         vocab_size=32000,

@@ -3,10 +3,12 @@
     python -m benchmarks.speed.ray [--recipes search3 hqq3]
 
 Packs a synthetic layer of Mixtral-8x7B's shapes with four experts (a billion weights, 3 GB of disk) with two threads of
-one process, and with one; then on a cluster of one node of one core, and of two: processes on this machine. Rates are
-those from the first tenth of the weights on; the time before, in which Ray and the workers start, is a column of its
-own. All four follow each other in every repetition, and ratios are medians of those within one. With as many cores as
-nodes, the command itself and Ray's services share the nodes' cores. The last line is JSON.
+one process, and with one; then on a cluster of one node of one core, and of two: processes on this machine, each node's
+bound to a core. Rates are those of the layer's matrices, from the first tenth of their weights on: embeddings and head
+come at other times in each.
+What a run takes beyond its rate, in which Ray and the workers start and these two are packed, is a column of its own.
+All four follow each other in every repetition, and ratios are medians of those within one. With as many cores as nodes,
+the command itself and Ray's services share the nodes' cores. The last line is JSON.
 """
 
 import argparse
@@ -16,8 +18,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.lib.markdown import table
 from benchmarks.lib.ray_nodes import Nodes
@@ -32,25 +37,37 @@ from trilobite.recipe import load_recipe
 RUNS = ("threads", "thread", "one", "two")
 BEFORE = 0.1
 """Of the weights: what is packed before speed is measured."""
+SAME = 0.005
+"""Seconds between what is told of the matrices of a task at most."""
 
 
 class Clock:
-    """When how many weights were done."""
+    """When which weights of the layer were done, and what each matrix took."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
-        self.done = [(0.0, 0)]
+        self.lines = list[tuple[float, float, int]]()
 
     def line(self, line: PlanLine, record: Mapping[str, Any], fresh: bool) -> None:
-        """Count one that is done."""
-        n, k = line.matrix.shape if line.format else (0, 0)
-        self.done.append((time.perf_counter() - self.began, self.done[-1][1] + n * k))
+        """Note one that is done."""
+        if line.format and line.matrix.layer is not None:
+            weights = torch.Size(line.matrix.shape).numel()
+            self.lines.append((time.perf_counter() - self.began, record["seconds"], weights))
 
     def rate(self) -> tuple[float, float]:
-        """Weights per second from the first tenth on, and the seconds that the run took beyond that rate."""
-        end, total = self.done[-1]
-        at, first = next((at, count) for at, count in self.done if count > BEFORE * total)
-        rate = (total - first) / (end - at)
+        """Weights per second from the first tenth on, and the seconds that the run took beyond that rate.
+
+        Of what is in work at the first tenth, the part that is left counts.
+        """
+        end, total = self.lines[-1][0], sum(weights for *_, weights in self.lines)
+        counts = accumulate(weights for *_, weights in self.lines)
+        first = next(at for (at, *_), count in zip(self.lines, counts, strict=True) if count > BEFORE * total)
+        left, following, begin = 0.0, end, end
+        for at, seconds, weights in reversed(self.lines):
+            stop = at if following - at > SAME else begin  # of a task's matrices the last one ended now
+            following, begin = at, stop - seconds
+            left += weights * min(1.0, max(0.0, stop - first) / seconds)
+        rate = left / (end - first)
         return rate, end - total / rate
 
 
@@ -74,7 +91,7 @@ def measure(source: Path, work: Path, recipes: list[str], repeats: int) -> list[
             row["thread"].append(pack(source, work / "packed", row["recipe"]))
             for name, count in (("one", 1), ("two", 2)):
                 with ExitStack() as leave:
-                    nodes = Nodes(count)
+                    nodes = Nodes(count, pinned=True)
                     leave.callback(nodes.close)
                     workers = RayWorkers(nodes.address)
                     row[name].append(pack(source, work / "packed", row["recipe"], workers=workers))

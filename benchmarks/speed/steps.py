@@ -60,7 +60,7 @@ class Cut:
         if call is not ops.run_nodes:
             return [(call, args, kwargs)]
         groups = [list(nodes) for _, nodes in groupby(args[0], lambda node: node.kind in MATRICES)]
-        arrays = [(ops.StepNode * len(nodes))(*nodes) for nodes in groups]
+        arrays = [ops.program(nodes) for nodes in groups]
         runs = [self._clocked if nodes[0].kind in MATRICES else call for nodes in groups]
         return [(run, (array, len(array)), {}) for run, array in zip(runs, arrays, strict=True)]
 

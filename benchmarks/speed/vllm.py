@@ -4,18 +4,21 @@
     python -m benchmarks.speed.vllm --page docs/vllm.md
 
 The model has two layers of OLMoE's shape (64 experts of 2048 x 1024, 8 of them for a token), random weights. Clients,
-prompts and what is counted as in `benchmarks.speed.serve`. All servers have as many threads as torch has here.
-The last line is JSON.
+prompts and what is counted as in `benchmarks.speed.serve`. All servers have as many threads as torch has here. A second
+table says how many cores each kept busy, and how often a second one went from a thread that had not finished to another:
+taken away, or given away by a thread that waited for work. The last line is JSON.
 """
 
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import httpx
 import torch
 from transformers import AutoConfig
 
+from benchmarks.lib.descendants import taken
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import ROOT, add_output, add_page, add_work, parser, publish
 from benchmarks.lib.whole_models import make_checkpoint
@@ -36,7 +40,7 @@ TITLES = {"serve": "`trilobite serve`", "vllm": "vLLM, packed", "vllm-bf16": "vL
 
 
 def models(work: Path) -> dict[str, Path]:
-    """The original and the packed model, made where they are not there yet."""
+    """The original, made where it is not there yet, and the model that this version packs of it."""
     original, packed = work / "olmoe-2-layers", work / "olmoe-2-layers-packed"
     if not (original / "config.json").exists():
         config = AutoConfig.for_model(
@@ -44,6 +48,7 @@ def models(work: Path) -> dict[str, Path]:
         )
         make_checkpoint(config, original)
     write_tokenizer(original)
+    shutil.rmtree(packed, ignore_errors=True)
     compress(str(original), packed, load_recipe("rtn3"))
     return {"serve": packed, "vllm": packed, "vllm-bf16": original}
 
@@ -97,8 +102,32 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def measure(server: str, folder: Path, options: argparse.Namespace) -> dict[int, tuple[float, float]]:
-    """Clients -> tokens per second, seconds until the first token: the best of the runs."""
+@dataclass(frozen=True)
+class Served:
+    """Of some clients. speed: tokens per second    first: seconds until the first token    cores: that were busy
+
+    forced: switches per second of threads that had not finished
+    """
+
+    speed: float
+    first: float
+    cores: float
+    forced: float
+
+    @classmethod
+    def by(cls, run: Run, clients: int) -> "Served":
+        """One run."""
+        before = taken()
+        speed, first = run(clients)
+        return cls(speed, first, *taken().since(before))
+
+
+Found = dict[str, dict[int, Served]]
+"""By server and clients: the fastest run."""
+
+
+def measure(server: str, folder: Path, options: argparse.Namespace) -> dict[int, Served]:
+    """By clients: the fastest of the runs."""
     prompts = Prompts(write_tokenizer(folder), options.prompt)
     if server == "serve":
         running = served(folder, prompts, options)
@@ -109,18 +138,22 @@ def measure(server: str, folder: Path, options: argparse.Namespace) -> dict[int,
         run(1)
         for clients in options.clients:
             print(f"{server}: {clients} clients", flush=True)
-            speeds, firsts = zip(*(run(clients) for _ in range(options.repeat)), strict=True)
-            found[clients] = max(speeds), min(firsts)
+            runs = (Served.by(run, clients) for _ in range(options.repeat))
+            found[clients] = max(runs, key=lambda served: served.speed)
     return found
 
 
-def report(found: dict[str, dict[int, tuple[float, float]]]) -> str:
-    """A line for each number of clients."""
-    rows = []
-    for clients in next(iter(found.values())):
-        cells = (f"{found[s][clients][0]:.1f} ({found[s][clients][1]:.2f} s)" for s in found)
-        rows.append((str(clients), *cells))
-    return table(("clients", *(TITLES[s] for s in found)), rows)
+def report(found: Found) -> str:
+    """Speeds, then cores, a line for each number of clients."""
+
+    def rows(cell: Callable[[Served], str]) -> str:
+        numbers = next(iter(found.values()))
+        cells = [(str(n), *(cell(found[server][n]) for server in found)) for n in numbers]
+        return table(("clients", *(TITLES[server] for server in found)), cells)
+
+    speeds = rows(lambda s: f"{s.speed:.1f} ({s.first:.2f} s)")
+    cores = rows(lambda s: f"{s.cores:.2f} ({s.forced:.0f})")
+    return f"{speeds}\n\nCores busy, in brackets forced switches of threads per second:\n\n{cores}"
 
 
 def main() -> None:
@@ -137,8 +170,8 @@ def main() -> None:
     add_output(options)
     args = options.parse_args()
     folders = models(args.work)
-    found: dict[str, dict[int, tuple[float, float]]] = {s: measure(s, folders[s], args) for s in args.servers}
-    summary: dict[str, Any] = {s: {str(c): v for c, v in rows.items()} for s, rows in found.items()}
+    found: Found = {s: measure(s, folders[s], args) for s in args.servers}
+    summary: dict[str, Any] = {s: {str(c): asdict(v) for c, v in rows.items()} for s, rows in found.items()}
     publish(report(found), summary, page=args.page, marker=MARKER, output=args.output)
 
 

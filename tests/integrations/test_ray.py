@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +20,14 @@ from support.runs import digests
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'trilobite[ray]'")
 
+from ray import exceptions
 from ray.exceptions import NodeDiedError, OutOfMemoryError, WorkerCrashedError
 
 from trilobite.checkpoint.places import Mark
 from trilobite.checkpoint.roles import identify
 from trilobite.checkpoint.source import open_source
 from trilobite.errors import ResourceError, SettingError
+from trilobite.integrations import ray as integration
 from trilobite.integrations.ray import DEATHS, RayWorkers
 from trilobite.quantize.plan.plan import PlanLine
 from trilobite.quantize.run.compress import compress, prepare
@@ -128,8 +133,61 @@ def test_nobody_answers() -> None:
         pass
 
 
-def test_a_head_that_is_gone() -> None:
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [("10.0.0.1:8265", ["Ray's dashboard: http://10.0.0.1:8265"]), ("", []), (None, [])],
+    ids=["runs", "none", "unknown"],
+)
+def test_the_dashboard_is_told_if_it_runs(url: str | None, told: list[str]) -> None:
+    notes: list[str] = []
+    workers = RayWorkers("auto", note=notes.append)
+    found = SimpleNamespace(address_info={"gcs_address": "10.0.0.1:6379"}, dashboard_url=url)
+    workers._ray = SimpleNamespace(
+        init=lambda **_: found, remote=lambda **_: lambda work: work, shutdown=lambda: None
+    )
+    with workers:
+        assert notes == told
+
+
+def test_a_run_that_leaves_waits_for_its_threads_to_come_out_of_ray(job: Job, line: PlanLine) -> None:
+    """One that is inside when Ray ends would never come out; one that comes later would have Ray connect anew."""
+    workers = RayWorkers("local")
+    inside, order = threading.Event(), []
+
+    def wait(sent: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        inside.set()
+        sleep(timeout)
+        order.append("out")
+        return [], sent
+
+    def work() -> None:
+        with pytest.raises(ResourceError, match="has ended"):
+            workers.do(job, task(line))
+
+    workers._ray = SimpleNamespace(
+        wait=wait, shutdown=lambda: order.append("shutdown"), exceptions=exceptions
+    )
+    workers._send = lambda job, task: "sent"  # type: ignore[method-assign]
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(10)
+    workers.__exit__(None, None, None)
+    thread.join(10)
+    assert order == ["out", "shutdown"]
+    with pytest.raises(ResourceError, match="has ended"):
+        RayWorkers._send(workers, job, task(line))
+
+
+def test_ray_connects_for_nobody() -> None:
+    command = "from trilobite.integrations.ray import RayWorkers; RayWorkers('local'); import ray; ray.put(1)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.returncode
+    assert "ray.init" in done.stderr, done.stderr
+
+
+def test_a_head_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would end the process by itself, in many lines."""
+    monkeypatch.setattr(integration, "PATIENCE", 0.0)
     workers = RayWorkers("local")
     workers._ray, workers._head = SimpleNamespace(wait=lambda *_, **__: ([], [0])), "127.0.0.1:9"
     with pytest.raises(ResourceError, match="head is gone; nothing is lost: run the same command again"):

@@ -3,6 +3,8 @@
 import copy
 import io
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,8 @@ from trilobite.runtime.generate.cache import GrowingCache
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.plan import Offload
-from trilobite.runtime.step import lower, small
-from trilobite.runtime.step.replay import COMPARED, Step
+from trilobite.runtime.step import lower, replay, small
+from trilobite.runtime.step.replay import COMPARED, RECORDED, WAITS, Step
 
 pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
 
@@ -134,6 +136,122 @@ def test_what_cannot_be_a_list_says_why(
     lines = [r.getMessage() for r in caplog.records if r.name.startswith("trilobite.runtime.step")]
     assert lines == ([f"{type(model).__name__}: steps run as transformers runs them: {why}"] if why else [])
     assert_same(ours, conversation(plain(model), turns=2, steps=4))
+
+
+def test_hooks_that_come_and_go(packed: Callable[[str], Path]) -> None:
+    """What passes is tried again after a while, and its steps have the same bits."""
+    model = load(str(packed("mixtral")))
+    hook = model.model.norm.register_forward_hook(lambda *_: None)
+    before = conversation(model, turns=1, steps=3)
+    assert step_of(model).why == "there are hooks on its modules"
+    hook.remove()
+    ours = conversation(model, turns=1, steps=WAITS[0] + RECORDED + COMPARED)
+    assert step_of(model).why is None
+    assert step_of(model).ready is not None
+    assert step_of(model).failures == 0
+    assert_same(ours, conversation(plain(model), turns=1, steps=WAITS[0] + RECORDED + COMPARED))
+    assert torch.equal(before[0][0], ours[0][0])
+
+
+def test_tries_end(packed: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    """What does not pass is the model's nature, in the end: one line says so."""
+    model = load(str(packed("mixtral")))
+    model.model.norm.register_forward_hook(lambda *_: None)
+    looked = []
+    step = step_of(model)
+    step._check_state = lambda cache: looked.append(len(made)) or Step._check_state(step, cache)  # type: ignore[assignment, func-returns-value, method-assign]
+    made: list[Tensor] = []
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=tokens(6)[None], past_key_values=cache, use_cache=True)
+    for i in tokens(sum(WAITS) + 20):
+        made += feed(model, cache, i.view(1))
+    assert looked == [0, 4, 20, 84]
+    assert step.wait == 0
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert lines == [
+        "MixtralForCausalLM: steps run as transformers runs them: there are hooks on its modules"
+    ]
+
+
+@pytest.mark.parametrize("fails", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", ["record", "compare"])
+def test_a_failure_that_passes(
+    at: str, fails: type[BaseException], packed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that ends, or who interrupts, while a step is written down or compared: the cache is as before."""
+    model = load(str(packed("mixtral")))
+    step = step_of(model)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=tokens(6)[None], past_key_values=cache, use_cache=True)
+    ids = tokens(STEPS)
+    before = 1 if at == "record" else RECORDED
+    made = feed(model, cache, ids[:before])
+
+    def broken(*_: Any) -> Any:
+        raise fails("of nothing")
+
+    with monkeypatch.context() as patch:
+        if at == "record":
+            patch.setattr(replay, "lower", broken)
+        else:
+            patch.setattr(step, "_run_list", broken)
+        if fails is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                feed(model, cache, ids[before : before + 1])
+        else:
+            made += feed(model, cache, ids[before : before + 1])
+            assert step.why == "MemoryError: of nothing"
+    assert cache.get_seq_length() == 6 + len(made)
+    made += feed(model, cache, ids[len(made) :])
+    assert step.why is None
+    assert step.ready is not None
+    other = DynamicCache(config=model.config)
+    plain(model)
+    with torch.inference_mode():
+        model(input_ids=tokens(6)[None], past_key_values=other, use_cache=True)
+    assert_same((made, cache), (feed(model, other, ids), other))
+
+
+def test_a_cache_of_another_type(packed: Callable[[str], Path]) -> None:
+    """A step over it is the model's own, and later ones of an ordinary cache are replayed again."""
+    model = load(str(packed("mixtral")))
+    conversation(model, turns=1, steps=6)
+    step = step_of(model)
+    assert step.ready is not None
+    odd = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=tokens(6)[None], past_key_values=odd, use_cache=True)
+    for layer in odd.layers:
+        layer.keys, layer.values = layer.keys.double(), layer.values.double()
+    again = copy.deepcopy(odd)
+    with pytest.raises(RuntimeError, match="dtype"):
+        feed(model, odd, tokens(1))
+    assert step.why
+    with pytest.raises(RuntimeError, match="dtype"):
+        feed(plain(model), again, tokens(1))
+    model.forward = step
+    ours = conversation(model, turns=1)
+    assert step.ready is not None
+    assert_same(ours, conversation(plain(model), turns=1))
+
+
+def test_one_line_says_why(packed: Callable[[str], Path]) -> None:
+    """To whoever generates, without any settings of logs, and before the first token."""
+    packed("mixtral")
+    script = f"""
+import torch
+from trilobite.runtime.load import load
+from trilobite.runtime.offload.plan import Offload
+model = load({str(packed("mixtral"))!r}, memory=Offload(memory=8 << 30, slots=6))
+ids = torch.tensor([[5, 6, 7]])
+for _ in range(2):
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    why = "MixtralForCausalLM: steps run as transformers runs them: its experts stream, or lie elsewhere"
+    assert done.stderr.splitlines().count(why) == 1
 
 
 def test_an_encoder_and_a_decoder(packed: Callable[[str], Path]) -> None:

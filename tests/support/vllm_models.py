@@ -52,7 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": INTERMEDIATE},
     "olmoe": {"num_experts": EXPERTS, "num_key_value_heads": 4},
     "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 96},
+    # The last two as in the published config.json; transformers always does so, vLLM only where it reads it.
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 96, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 
 

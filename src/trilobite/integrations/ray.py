@@ -40,6 +40,8 @@ DEATHS = 8
 """Workers that may die over one task before the run ends: then it is the task that kills them."""
 PATIENCE = 10.0
 """Seconds between looks at a cluster that does not answer a task."""
+GLANCE = 0.5
+"""Seconds between a waiting thread's looks whether the run has been left."""
 FRESH = 2.0
 """Seconds for which the number of cores is believed."""
 AHEAD = 4
@@ -84,6 +86,8 @@ class RayWorkers:
             # Ray's own word for one machine: it then listens and calls on the loopback interface alone.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # A thread that asks Ray for something after the run has left would join a cluster anew, and wait for ever.
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
         try:
             import ray
         except ImportError as e:
@@ -130,6 +134,7 @@ class RayWorkers:
     ) -> None:
         """Leave the cluster; tasks that are still in work end, and so does a cluster of our own."""
         self._left = True
+        self._turns.wait_for_all(REACH)  # a thread that is inside of Ray meanwhile would never come out
         self._shared = self._job = None
         self._ray.shutdown()
 
@@ -168,15 +173,20 @@ class RayWorkers:
                 self._ray.exceptions.LocalRayletDiedError,
             ) as e:
                 what = f"died over {name} ({type(e).__name__})"
-            if self._left:
-                raise ResourceError("ray: the run has ended")
+            self._check_here()
             self._note(f"a worker {what}; {'done again, alone' if alone else 'done again'} ({death})")
         raise ResourceError(
             f"{name}: {DEATHS} workers died over it, the last one {what}; give the run nodes with more memory, or look "
             "into Ray's logs (/tmp/ray/session_latest/logs); the same command continues"
         )
 
+    def _check_here(self) -> None:
+        """Raise ResourceError once the cluster has been left."""
+        if self._left:
+            raise ResourceError("ray: the run has ended")
+
     def _send(self, job: Job, task: Task) -> Any:
+        self._check_here()
         with self._lock:
             if self._job is not job:
                 self._job, self._shared = job, self._ray.put(job)
@@ -190,7 +200,12 @@ class RayWorkers:
 
     def _answer(self, sent: Any) -> tuple[str, str, list[Record]]:
         """What a task returns, or raises."""
-        while not self._ray.wait([sent], timeout=PATIENCE)[0]:
+        looked = time.monotonic()
+        while not self._ray.wait([sent], timeout=GLANCE)[0]:
+            self._check_here()
+            if time.monotonic() - looked < PATIENCE:
+                continue
+            looked = time.monotonic()
             if not _answers(self._head):  # Ray would abort this process a minute later
                 raise ResourceError(
                     f"ray {self._head}: the cluster's head is gone; nothing is lost: run the same command again, on a "
@@ -200,6 +215,7 @@ class RayWorkers:
             if not self._cores and not self._waiting:
                 self._note("no node of the cluster has a core for us; waiting for one")
             self._waiting = not self._cores
+        self._check_here()
         try:
             return self._ray.get(sent)  # type: ignore[no-any-return]
         except self._ray.exceptions.RayTaskError as e:
@@ -221,6 +237,11 @@ class _Turns:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._running, self._lone = 0, False
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Until nobody is at work, but no longer than that."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running and not self._lone, seconds)
 
     @contextmanager
     def together(self) -> Iterator[None]:

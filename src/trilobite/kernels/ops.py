@@ -17,20 +17,23 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check, check_unscaled
 from trilobite.kernels import gradient, reference
-from trilobite.kernels.cpu import engine
+from trilobite.kernels.cpu import dense, engine
 from trilobite.kernels.cpu.attention import attend as attend
 from trilobite.kernels.cpu.attention import attends as attends
 from trilobite.kernels.cpu.bound import Binding as Binding
 from trilobite.kernels.cpu.bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu.bound import BoundLinear as BoundLinear
 from trilobite.kernels.cpu.bound import Sums as Sums
+from trilobite.kernels.cpu.dense import multiplies as multiplies
 from trilobite.kernels.cpu.native import StepCache as StepCache
 from trilobite.kernels.cpu.native import StepNode as StepNode
 from trilobite.kernels.cpu.step import Kind as Kind
 from trilobite.kernels.cpu.step import append_row as append_row
 from trilobite.kernels.cpu.step import attend_cached as attend_cached
+from trilobite.kernels.cpu.step import dense_product as dense_product
 from trilobite.kernels.cpu.step import elementwise as elementwise
 from trilobite.kernels.cpu.step import gather as gather
+from trilobite.kernels.cpu.step import program as program
 from trilobite.kernels.cpu.step import row_sums as row_sums
 from trilobite.kernels.cpu.step import run_nodes as run_nodes
 from trilobite.kernels.expert_table import check_routing
@@ -66,6 +69,7 @@ _lib.define(
     "Tensor? gate_up_bias, Tensor? down_bias, int intermediate, str activation, "
     "str activations='exact', int threads=0) -> Tensor"
 )
+_lib.define("dense_linear(Tensor x, Tensor w, Tensor? bias=None) -> Tensor")
 _lib.define("linear_gpu(Tensor x, Tensor slab, Tensor table, Tensor? bias, int[] spec, int rows) -> Tensor")
 _lib.define(
     "experts_gpu(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor slab, Tensor table, "
@@ -194,7 +198,11 @@ for _name, _run, _fake in (
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"trilobite::{_name}", _fake, lib=_lib)
+torch.library.register_fake(
+    "trilobite::dense_linear", lambda x, w, bias=None: x.new_empty((*x.shape[:-1], len(w))), lib=_lib
+)
 if engine.available():
+    _lib.impl("dense_linear", dense.dense_linear, "CPU")
     _lib.impl("linear", engine.linear, "CPU")
     _lib.impl("experts", _experts_cpu, "CPU")
 
@@ -246,6 +254,14 @@ def experts(
     if layer.codings:
         return _call(torch.ops.trilobite.experts_gpu, *inputs, *_flat(layer), spec_of(layer.codings))
     return _call(torch.ops.trilobite.experts, *inputs, *_flat(layer), *_plain(settings))
+
+
+def dense_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`cpu/dense.py`, where it `multiplies`: y = x W^T + bias for a dense W of few rows and few tokens.
+
+    x: [..., K]    w: [N, K]    bias: [N] or None    returns: [..., N]; all of one dtype. Raises ShapeError.
+    """
+    return _call(torch.ops.trilobite.dense_linear, x, w, bias)
 
 
 def bind_linear(w: PackedWeight, bias: Tensor | None, settings: CpuSettings = EXACT) -> BoundLinear | None:

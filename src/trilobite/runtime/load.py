@@ -33,6 +33,7 @@ from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.quiet import quiet
 from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.attention import attend_natively
+from trilobite.runtime.modules.router import route_natively
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier
 from trilobite.runtime.offload.plan import AUTO, GpuMemory, Offload
@@ -106,6 +107,7 @@ def load(
     model.name_or_path = str(source.path)
     configure(model, settings)
     attend_natively(model)
+    route_natively(model)
     model.eval()
     if gpu is not None:
         bound_on_gpu(model, source, tensors, memory, gpu)

@@ -1,8 +1,8 @@
 """Small operators of the engine have the bits of torch's, on every instruction set."""
 
-import ctypes
 import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def tier(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def run(node: ops.StepNode | None) -> None:
     assert node is not None
-    ops.run_nodes(ctypes.byref(node), 1)
+    ops.run_nodes(ops.program([node]), 1)
 
 
 def layouts(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -139,9 +139,74 @@ def test_rows_of_a_table_and_of_a_cache_are_checked() -> None:
     full = ops.StepCache(end=4, capacity=4)
     with pytest.raises(ShapeError, match="row 4 of 4"):
         run(ops.append_row(torch.randn(2, 16), torch.randn(2, 16), full))
-    outside = torch.tensor([0, 7])
-    pages = ops.StepCache(end=1, capacity=2, limit=7, rows=outside.data_ptr())
+    outside, keys = torch.tensor([0, 7]), torch.zeros(7, 2, 16)
+    pages = ops.StepCache(
+        keys.data_ptr(), keys.data_ptr(), outside.data_ptr(), 0, 1, 2, 7, 32, 16, keys.nbytes
+    )
     with pytest.raises(ShapeError, match="row 7 of 7"):
         run(ops.append_row(torch.randn(2, 16), torch.randn(2, 16), pages))
-    with pytest.raises(ShapeError, match="kind 99"):
-        run(ops.StepNode(99))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kind": 99}, "kind 99"),
+        ({"kind": -1}, "kind -1"),
+        ({"kind": Kind.LINEAR, "digits": 3}, "no matrix"),
+        ({"kind": Kind.EXPERTS}, "no arguments"),
+        ({"shape": (1, 1, 0, 24)}, "operand"),
+        ({"shape": (1, 1, 6, -1)}, "operand"),
+        ({"shape": (1, 1, 7, 24)}, "of 576"),
+        ({"shape": (1 << 40, 1 << 40, 6, 24)}, "too many elements"),
+        ({"out.stride": (0, 0, 24, 2)}, "result: 668 bytes of 576"),
+        ({"a.stride": (0, 0, 1 << 62, 1)}, "operand"),
+        ({"a.stride": (0, 0, -24, 1)}, "operand"),
+        ({"a.bytes": 575}, "operand: 576 bytes of 575"),
+        ({"a.dtype": 3}, "element type 3"),
+        ({"a.data": None}, "operand"),
+        ({"out.data": 1}, "result"),
+        ({"out.data": "a", "out.stride": (0, 0, 24, 1)}, None),
+        ({"out.data": "b"}, "shares memory"),
+    ],
+    ids=str,
+)
+def test_broken_nodes_are_refused(change: dict[str, Any], why: str | None) -> None:
+    """Before anything is touched; in place is no fault."""
+    out, a, b = torch.zeros(6, 24), torch.randn(6, 24), torch.randn(6, 1)
+    node = ops.elementwise(Kind.ADD, out, a.as_strided((6, 24), (24, 1)), b)
+    assert node is not None
+    node.shape, node.out.stride, node.a.stride = (1, 1, 6, 24), (0, 0, 24, 1), (0, 0, 24, 1)
+    node.b.stride = (0, 0, 1, 0)
+    for name, value in change.items():
+        holder, _, field = name.rpartition(".")
+        value = getattr(node, value).data if isinstance(value, str) else value
+        setattr(getattr(node, holder) if holder else node, field, value)
+    if why is None:
+        ops.program([node])
+        return
+    with pytest.raises(ShapeError, match=f"node 1 of 2: .*{why}"):
+        ops.program([ops.elementwise(Kind.COPY, torch.empty(2), torch.ones(2)), node])
+    assert not out.any()
+
+
+def test_a_cache_has_room_for_its_rows() -> None:
+    keys, rows = torch.zeros(8, 2, 16), torch.arange(8)
+    cache = ops.StepCache(keys.data_ptr(), keys.data_ptr(), rows.data_ptr(), 0, 3, 8, 8, 32, 16, keys.nbytes)
+    one, out = torch.ones(2, 16), torch.empty(2, 16)
+    node = ops.append_row(one, one, cache)
+    run(node)
+    assert keys[3].all()
+    assert keys.sum() == 32
+    for name, wrong in (
+        ("limit", 9),
+        ("row_stride", 33),
+        ("head_stride", 1 << 61),
+        ("k", None),
+        ("rows", None),
+    ):
+        right = getattr(cache, name)
+        setattr(cache, name, wrong)
+        for made in (node, ops.attend_cached(out, one, 2, cache, 1.0)):
+            with pytest.raises(ShapeError, match="cache"):
+                run(made)
+        setattr(cache, name, right)

@@ -2,6 +2,9 @@
 
 import errno
 import shutil
+import threading
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.architectures import build_checkpoint
+from support.architectures import HIDDEN, INTERMEDIATE, build_checkpoint
 from support.calibrating import CONTEXT, SAMPLES, add_tokenizer, calibration, words
 from support.runs import PlugPulled, digests, looks_complete
 from support.workers import FakeWorkers
 
 from trilobite.checkpoint import places
+from trilobite.checkpoint.checksums import CHECKSUMS
 from trilobite.checkpoint.packed import PARTIAL
 from trilobite.errors import DestinationError, DeviceError, SettingError, WeightError
 from trilobite.quantize.calibrate.windows import Calibration
@@ -87,6 +91,19 @@ def test_the_largest_first(mixtral: Path, tmp_path: Path) -> None:
     order = [sizes[name] for task in workers.tasks for name in task]
     assert order == sorted(order, reverse=True)
     assert order[0] > order[-1]
+
+
+def test_tasks_of_what_takes_long_are_smaller(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expert = 2 * HIDDEN * INTERMEDIATE
+    monkeypatch.setattr(executor, "PORTION", 4 * expert)
+    most = []
+    for recipe in (load_recipe("rtn3"), MILO):
+        workers = FakeWorkers(1)
+        pack(mixtral, tmp_path / recipe.name, recipe, workers)
+        most.append(max(sum(".experts." in name for name in task) for task in workers.tasks))
+    assert most == [4, 1]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +181,96 @@ def test_storage_that_is_full(
     monkeypatch.setattr(places, "write_at", real)
     pack(mixtral, tmp_path / "dst", MILO, FakeWorkers(2))
     assert digests(tmp_path / "dst") == finished
+
+
+@pytest.fixture
+def task(mixtral: Path, tmp_path: Path) -> tuple[executor.Job, executor.Task]:
+    """One of several lines, for an unfinished run."""
+    found: list[Any] = []
+
+    class Taken(FakeWorkers):
+        def do(self, job: executor.Job, task: executor.Task) -> Any:
+            if len(task.lines) > 2:
+                found.append((job, task))
+                raise PlugPulled
+            return super().do(job, task)
+
+    with pytest.raises(PlugPulled):
+        pack(mixtral, tmp_path / "dst", load_recipe("rtn3"), Taken(1))
+    job, task = found[0]
+    return job, task
+
+
+def test_a_line_is_stored_while_the_next_one_is_quantized(
+    task: tuple[executor.Job, executor.Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the last one before the worker says that it is done."""
+    lines, spots = task[1].lines, task[1].places
+    begun = [threading.Event() for _ in lines]
+    begins, stored = iter(begun), list[places.Place]()
+
+    def pack_line(*arguments: Any) -> Any:
+        next(begins).set()
+        return real_pack(*arguments)
+
+    def store(place: places.Place, tensors: Sequence[torch.Tensor]) -> dict[str, str]:
+        for following in begun[len(stored) + 1 :][:1]:
+            assert following.wait(20), "nothing is quantized meanwhile"
+        sums = real_store(place, tensors)
+        stored.append(place)
+        return sums
+
+    real_pack, real_store = executor.pack_line, places.Place.store
+    monkeypatch.setattr(executor, "pack_line", pack_line)
+    monkeypatch.setattr(places.Place, "store", store)
+    records = executor.do_task(*task)
+    assert stored == list(spots)
+    monkeypatch.undo()
+    for record, line, place in zip(records, lines, spots, strict=True):
+        tensors, _ = executor.pack_line(task[0].source, line, task[0].recipe, torch.device("cpu"), None)
+        assert [t.tolist() for t in place.read()] == [t.tolist() for t in tensors]
+        assert record[CHECKSUMS] == place.store(tensors)
+
+
+@pytest.mark.parametrize("number", [0, 1, -1])
+def test_what_cannot_be_stored_is_the_end_of_the_task(
+    number: int, task: tuple[executor.Job, executor.Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def store(place: places.Place, tensors: Sequence[torch.Tensor]) -> dict[str, str]:
+        if place is task[1].places[number]:
+            raise DestinationError("the disk is full")
+        return {}
+
+    monkeypatch.setattr(places.Place, "store", store)
+    with pytest.raises(DestinationError, match="the disk is full"):
+        executor.do_task(*task)
+
+
+def test_nothing_is_being_stored_once_a_task_has_failed(
+    task: tuple[executor.Job, executor.Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that ran out of memory is done again alone."""
+    stored = []
+
+    def pack_line(*arguments: Any) -> Any:
+        if begun.is_set():
+            goes_on.set()
+            raise MemoryError
+        begun.set()
+        return real_pack(*arguments)
+
+    def store(place: places.Place, tensors: Sequence[torch.Tensor]) -> dict[str, str]:
+        assert goes_on.wait(20)
+        time.sleep(0.2)
+        stored.append(place)
+        return {}
+
+    begun, goes_on, real_pack = threading.Event(), threading.Event(), executor.pack_line
+    monkeypatch.setattr(executor, "pack_line", pack_line)
+    monkeypatch.setattr(places.Place, "store", store)
+    with pytest.raises(MemoryError):
+        executor.do_task(*task)
+    assert stored == [task[1].places[0]]
 
 
 def test_weights_that_cannot_be_packed_are_named(mixtral: Path, tmp_path: Path) -> None:

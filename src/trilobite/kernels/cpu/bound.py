@@ -84,6 +84,7 @@ class BoundLinear(_Bound):
         bias, self._bias_dtype = engine.linear_bias(bias, self._rows)
         self._address = ctypes.addressof(self._matrix)
         self._bias_address = None if bias is None else bias.data_ptr()
+        self._bias_bytes = 0 if bias is None else bias.nbytes
         self._memory = _memory(*parts, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class BoundLinear(_Bound):
         """
         if x.shape[-1] != self._k or y.shape != (*x.shape[:-1], self._rows):
             raise ShapeError(f"linear: x is {list(x.shape)}, y is {list(y.shape)}")
-        bias = native.Operand(self._bias_address, self._bias_dtype)
+        bias = native.Operand(self._bias_address, self._bias_bytes, self._bias_dtype)
         return native.StepNode(
             Kind.LINEAR,
             (0, 0, x.numel() // self._k, 0),

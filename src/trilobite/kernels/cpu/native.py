@@ -75,6 +75,15 @@ class AttentionArgs(Structure):
     )
 
 
+class DenseArgs(Structure):
+    """`trilobite_dense_args`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "w", "bias", "y")),
+        *((name, c_int64) for name in ("dtype", "tokens", "n", "k", "threads")),
+    )
+
+
 DIMENSIONS = 4
 """TRILOBITE_DIMENSIONS."""
 
@@ -82,7 +91,12 @@ DIMENSIONS = 4
 class Operand(Structure):
     """`trilobite_operand`."""
 
-    _fields_ = (("data", c_void_p), ("dtype", c_int64), ("stride", c_int64 * DIMENSIONS))
+    _fields_ = (
+        ("data", c_void_p),
+        ("bytes", c_int64),
+        ("dtype", c_int64),
+        ("stride", c_int64 * DIMENSIONS),
+    )
 
 
 class StepCache(Structure):
@@ -90,7 +104,10 @@ class StepCache(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("k", "v", "rows")),
-        *((name, c_int64) for name in ("first", "end", "capacity", "limit", "row_stride", "head_stride")),
+        *(
+            (name, c_int64)
+            for name in ("first", "end", "capacity", "limit", "row_stride", "head_stride", "bytes")
+        ),
     )
 
 
@@ -117,13 +134,24 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 11
+ABI = 13
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 
 EXHAUSTED = -2
 """TRILOBITE_EXHAUSTED."""
-CHECKED = ("linear", "rotate", "experts", "attention", "step", "quantize", "read_seconds", "peak_macs")
+CHECKED = (
+    "linear",
+    "rotate",
+    "experts",
+    "attention",
+    "dense",
+    "step_check",
+    "step",
+    "quantize",
+    "read_seconds",
+    "peak_macs",
+)
 """Functions that return less than 0 after a failure."""
 
 
@@ -140,6 +168,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "rotate": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
         "experts": (c_int, [c_void_p]),
         "attention": (c_int, [c_void_p]),
+        "dense": (c_int, [c_void_p]),
+        "step_check": (c_int, [c_void_p, c_int64]),
         "step": (c_int, [c_void_p, c_int64, c_int64]),
         "quantize": (c_int, [c_void_p]),
         "error": (c_char_p, []),

@@ -38,10 +38,17 @@ class Kind(IntEnum):
     EXPERTS = 11
     APPEND = 12
     ATTEND = 13
+    DENSE = 14
 
 
 MOST_SUMMED = 1 << 15
 """From so many values on torch shares a sum among its threads."""
+
+
+def operand(t: Tensor, strides: Sequence[int] = (), dtype: int = 0) -> native.Operand:
+    """A tensor, and how much memory of it lies behind its first element."""
+    room = t.untyped_storage().nbytes() - t.storage_offset() * t.element_size()
+    return native.Operand(t.data_ptr(), room, dtype, tuple(strides))
 
 
 def dense_operand(t: Tensor) -> native.Operand:
@@ -50,7 +57,7 @@ def dense_operand(t: Tensor) -> native.Operand:
         raise ShapeError(
             f"step: a tensor of shape {list(t.shape)} and strides {t.stride()}; expected a dense one"
         )
-    return native.Operand(t.data_ptr(), dtype_code(t, "step"))
+    return operand(t, dtype=dtype_code(t, "step"))
 
 
 def _merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
@@ -77,15 +84,14 @@ def elementwise(
 ) -> native.StepNode | None:
     """out = a op b, a and b broadcast to out; None where the library does not do that. Types: fp32, fp16, bf16."""
     operands = [out, a.expand(out.shape), *([b.expand(out.shape)] if isinstance(b, Tensor) else [])]
-    if any(t.dtype not in DTYPES or not t.is_cpu for t in operands):
+    if any(t.dtype not in DTYPES or not t.is_cpu for t in operands) or not out.numel():
         return None
     sizes, rows = _merged(out.shape, [t.stride() for t in operands])
     if len(sizes) > native.DIMENSIONS:
         return None
     missing = native.DIMENSIONS - len(sizes)
     parts = [
-        native.Operand(t.data_ptr(), DTYPES[t.dtype], (*[0] * missing, *row))
-        for t, row in zip(operands, rows, strict=True)
+        operand(t, (*[0] * missing, *row), DTYPES[t.dtype]) for t, row in zip(operands, rows, strict=True)
     ]
     number = float(b) if isinstance(b, int | float) else 0.0
     return native.StepNode(kind, (*[1] * missing, *sizes), *parts, number=number)
@@ -103,22 +109,26 @@ def row_sums(out: Tensor, a: Tensor, number: float, lanes: int | None = None) ->
     if not a.dtype == out.dtype == torch.float32:
         return None
     shape = 1, 1, out.numel(), a.shape[-1]
-    operands = (native.Operand(t.data_ptr(), 0, (0, 0, step, 1)) for t, step in ((out, 1), (a, a.shape[-1])))
+    operands = (operand(t, (0, 0, step, 1)) for t, step in ((out, 1), (a, a.shape[-1])))
     return native.StepNode(Kind.SUM, shape, *operands, lanes=lanes, number=number)
 
 
 def gather(out: Tensor, table: Tensor, index: Tensor) -> native.StepNode:
     """out = the row of a table [rows, ..] that index, one int64, says; all dense."""
     width = out.numel() * out.element_size()
-    parts = (native.Operand(t.data_ptr()) for t in (out, table, index))
+    parts = (operand(t) for t in (out, table, index))
     return native.StepNode(Kind.GATHER, (1, 1, table.shape[0], width), *parts)
+
+
+def dense_product(out: Tensor, x: Tensor, w: Tensor) -> native.StepNode:
+    """out = x W^T. x: [..., K], w: [N, K] and out: [..., N], dense, of one dtype. Raises ShapeError."""
+    (rows, k), tokens = w.shape, x.numel() // x.shape[-1]
+    return native.StepNode(Kind.DENSE, (1, tokens, rows, k), *(dense_operand(t) for t in (out, x, w)))
 
 
 def append_row(key: Tensor, value: Tensor, rows: native.StepCache) -> native.StepNode:
     """The next row of a cache. key: [heads, width]    value: [heads, width or less], of the same dtype."""
-    parts = (
-        native.Operand(t.data_ptr(), dtype_code(t, "step"), (0, 0, t.stride(0), 1)) for t in (key, value)
-    )
+    parts = (operand(t, (0, 0, t.stride(0), 1), dtype_code(t, "step")) for t in (key, value))
     shape = 1, 1, *key.shape
     return native.StepNode(
         Kind.APPEND, shape, native.Operand(), *parts, lanes=value.shape[1], call=ctypes.addressof(rows)
@@ -140,8 +150,16 @@ def attend_cached(
     )
 
 
+def program(nodes: Sequence[native.StepNode]) -> Any:
+    """An array of nodes that may run. Raises ShapeError for what the library does not do, or what leaves its memory."""
+    assert _lib is not None
+    made = (native.StepNode * len(nodes))(*nodes)
+    _lib.trilobite_step_check(made, len(made))
+    return made
+
+
 def run_nodes(nodes: Any, count: int) -> None:
-    """Run `count` nodes of an array. Raises ShapeError, or ResourceError where memory or threads end."""
+    """Run `count` nodes of a program. Raises ShapeError, or ResourceError where memory or threads end."""
     assert _lib is not None
     _lib.trilobite_step(nodes, count, team(None))
 
@@ -157,7 +175,7 @@ def sum_lanes() -> int | None:
             out = torch.empty(2)
             node = row_sums(out, x, 1.0, lanes)
             assert node is not None
-            run_nodes(ctypes.byref(node), 1)
+            run_nodes(program([node]), 1)
             if not torch.equal(out, x.sum(-1)) or not torch.equal(out[:1], x[:1].sum(-1)):
                 break
         else:

@@ -12,6 +12,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -28,12 +29,15 @@ from trilobite.quantize.plan.plan import Plan, PlanLine
 from trilobite.quantize.run.identity import code_version
 from trilobite.quantize.run.lines import KnownHessian, memory_budget, memory_of, pack_line
 from trilobite.quantize.threads import single_threaded_torch
-from trilobite.recipe import Recipe
+from trilobite.recipe import LatticeFormat, Recipe
 
 MOST_TASKS = 1024
 """Threads that wait for tasks at most; there are no more than tasks in work."""
-PORTION = 64 * 2**20
+PORTION = 512 * 2**20
 """Bytes of weights that a worker is asked for at a time, unless one matrix has more: seconds of its time."""
+SLOW = 8
+"""Times as long as other weights take those with a low rank or in a lattice format; and those that are sent back count
+as much, for they wait in memory."""
 TENSORS = "tensors"
 """Key of a record that has come with its tensors."""
 SHARES = 2
@@ -164,22 +168,24 @@ class Spread:
         In their own order where finished shards are sent: unfinished ones have to fit on this machine.
         """
         if self._job.mark:
-            lines = sorted(lines, key=self._weights, reverse=True)
-        sizes = [self._weights(line) for line in lines]
-        left, first = sum(sizes), 0
+            lines = sorted(lines, key=self._cost, reverse=True)
+        costs = [self._cost(line) for line in lines]
+        left, first = sum(costs), 0
         while first < len(lines):
             most = min(PORTION, left / (SHARES * self.slots()))
-            end, taken = first + 1, sizes[first]
-            while end < len(lines) and taken + sizes[end] <= most:
-                taken += sizes[end]
+            end, taken = first + 1, costs[first]
+            while end < len(lines) and taken + costs[end] <= most:
+                taken += costs[end]
                 end += 1
             yield lines[first:end]
             left, first = left - taken, end
 
-    def _weights(self, line: PlanLine) -> int:
-        """Bytes of a line's weights."""
+    def _cost(self, line: PlanLine) -> int:
+        """Bytes of a line's weights, as many more as they take longer."""
         info = self._source.info(line.matrix.source)
-        return torch.Size(line.matrix.shape).numel() * info.nbytes // max(1, torch.Size(info.shape).numel())
+        nbytes = torch.Size(line.matrix.shape).numel() * info.nbytes // max(1, torch.Size(info.shape).numel())
+        slow = line.rank or isinstance(line.format, LatticeFormat) or not self._job.mark
+        return nbytes * (SLOW if slow else 1)
 
     def pack(self, lines: Sequence[PlanLine], known: KnownHessian | None = None) -> Records:
         """Have it done, and note what is done."""
@@ -187,7 +193,8 @@ class Spread:
             lines=lines,
             places=[self._writer.places[line.matrix.name] for line in lines],
             known=known,
-            memory=max(memory_of(line, self._source) for line in lines),
+            memory=max(memory_of(line, self._source) for line in lines)
+            + max(line.nbytes for line in lines),  # one is stored meanwhile
         )
         records = self._workers.do(self._job, task)
         for line, record in zip(lines, records, strict=True):
@@ -201,15 +208,25 @@ class Spread:
 def do_task(job: Job, task: Task) -> list[Record]:
     """What a worker does: quantize, write to the places, tell. The bytes are on disk once this returns.
 
+    A line's tensors are stored while the next line is quantized; nothing is being stored any more once this raises.
     Without places that it sees: they are in the records.
     """
-    records = []
-    with single_threaded_torch():
+    records: list[Record] = []
+    storing: Future[dict[str, str]] | None = None
+    with single_threaded_torch(), ThreadPoolExecutor(1, "store") as disk:
         for line, place in zip(task.lines, task.places, strict=True):
             started = time.monotonic()
             tensors, record = pack_line(job.source, line, job.recipe, torch.device("cpu"), task.known)
             record["seconds"] = round(time.monotonic() - started, 3)
-            records.append(record | ({CHECKSUMS: place.store(tensors)} if job.mark else {TENSORS: tensors}))
+            if storing:
+                records[-1][CHECKSUMS] = storing.result()
+            if job.mark:
+                storing = disk.submit(place.store, tensors)
+            else:
+                record[TENSORS] = tensors
+            records.append(record)
+        if storing:
+            records[-1][CHECKSUMS] = storing.result()
     return records
 
 

@@ -169,7 +169,7 @@ class Lowering:
 
     def _flush(self) -> None:
         if self.pending:
-            program = (ops.StepNode * len(self.pending))(*self.pending)
+            program = ops.program(self.pending)
             self.keep.append(program)
             self.steps.append((ops.run_nodes, (program, len(self.pending)), {}))
             self.natives += len(self.pending)

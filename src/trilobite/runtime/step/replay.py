@@ -24,7 +24,7 @@ from trilobite.runtime.attention import ATTENTION
 from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.conditions import Kept, follows, grows, is_step_in_pages, same_bits, undisturbed
 from trilobite.runtime.step.lower import Lowered, lower
-from trilobite.runtime.step.trace import Trace, Unsuited, differ, record
+from trilobite.runtime.step.trace import NotNow, Trace, Unsuited, differ, record
 from trilobite.runtime.step.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ RECORDED = 2
 """Steps that are written down, at different positions."""
 COMPARED = 2
 """Steps that run both ways."""
+WAITS = (4, 16, 64)
+"""Steps until the next try after what may pass."""
 KNOWN = frozenset(
     (
         "input_ids",
@@ -50,7 +52,10 @@ PagesOf = Callable[[dict[str, Any], int], tuple[Tensor, Tensor, Tensor] | None]
 
 
 class Step:
-    """What a model calls as its `forward`. `why`: the reason why steps are not replayed, None where there is none."""
+    """What a model calls as its `forward`.
+
+    why: the reason why steps are not replayed, None where there is none    wait: steps until that is looked at again
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Nothing is known yet."""
@@ -60,6 +65,8 @@ class Step:
         self.ready: Lowered | None = None
         self.compared = 0
         self.why: str | None = None
+        self.wait = self.failures = 0
+        self.looked = False
         self.pages_of: PagesOf | None = None
         self.compared_in_pages = False
         self.__doc__ = type(model).forward.__doc__
@@ -87,7 +94,9 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         named = {"input_ids": args[0], **kwargs} if len(args) == 1 and "input_ids" not in kwargs else kwargs
-        run = self._way(named) if self.why is None and len(args) < 2 else None
+        if not self.looked and type(named.get("past_key_values")) is DynamicCache and undisturbed():
+            self._look()
+        run = self._way(named) if (self.why is None or self.wait) and len(args) < 2 else None
         if run is not None and self.lock.acquire(blocking=False):
             try:
                 return run(named)
@@ -141,7 +150,29 @@ class Step:
     def _caches(self, asked: bool | None) -> bool:
         return bool(self.model.config.use_cache if asked is None else asked)
 
+    def _look(self) -> None:
+        """Before the first token of a text, say what there is to say of the model."""
+        self.looked = True
+        try:
+            self._check_model()
+        except Unsuited as e:
+            self._fall_back(e)
+
+    def _fall_back(self, e: Unsuited) -> None:
+        """Leave steps to the model: for some of them, or, where it is the model's nature or goes on, for good."""
+        self._forget()
+        waits = WAITS[self.failures : self.failures + 1] if isinstance(e, NotNow) else ()
+        self.failures += 1
+        self.why, self.wait = str(e), sum(waits)
+        level = logging.INFO if waits else logging.WARNING
+        log.log(level, "%s: steps run as transformers runs them: %s", type(self.model).__name__, e)
+
     def _step(self, kwargs: dict[str, Any]) -> Any:
+        if self.wait:
+            self.wait -= 1
+            if self.wait:
+                return self._forward(**kwargs)
+            self.why = None
         try:
             if self.ready is not None and not self.watch.holds():
                 self._forget()
@@ -151,9 +182,7 @@ class Step:
                 return self._compare(kwargs)
             return self._replay(kwargs)
         except Unsuited as e:
-            self.why = str(e)
-            self._forget()
-            log.info("%s: steps run as transformers runs them: %s", type(self.model).__name__, e)
+            self._fall_back(e)
             return self._forward(**kwargs)
 
     def _arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +193,8 @@ class Step:
         return {"input_ids": ids, "position_ids": position, "past_key_values": cache, "use_cache": True}
 
     def _record(self, kwargs: dict[str, Any]) -> Any:
-        self._check_model(kwargs["past_key_values"])
+        self._check_model()
+        self._check_state(kwargs["past_key_values"])
         kept = Kept(kwargs["past_key_values"])
         try:
             trace = record(self.model, self._forward, self._arguments(kwargs))
@@ -172,12 +202,14 @@ class Step:
             if len(self.traces) == RECORDED:
                 self._prepare(*self.traces)
                 self.traces = []
-        except Exception as e:
+        except BaseException as e:
             kept.restore()
+            self._forget()
             raise _unsuited(e) from e
         return trace.result
 
-    def _check_model(self, cache: DynamicCache) -> None:
+    def _check_model(self) -> None:
+        """Raises Unsuited for what a model is."""
         config = self.model.config
         if config.is_encoder_decoder:
             raise Unsuited("it is an encoder and a decoder")
@@ -185,35 +217,40 @@ class Step:
             raise Unsuited(
                 f"its attention is {config.get_text_config()._attn_implementation!r}, not the engine's"
             )
-        packed = (m for m in self.model.modules() if isinstance(m, PackedModule))
-        if not all(isinstance(m.residence, AsStored) for m in packed):
+        packed = (m.residence for m in self.model.modules() if isinstance(m, PackedModule))
+        if not all(
+            r is None or isinstance(r, AsStored) for r in packed
+        ):  # a copy has none before its first call
             raise Unsuited("its experts stream, or lie elsewhere")
+        if getattr(config.get_text_config(), "attention_chunk_size", None):
+            raise Unsuited("it attends in chunks")
+
+    def _check_state(self, cache: DynamicCache) -> None:
+        """Raises NotNow for what a model is at this moment, and for caches that are not its own."""
         if any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules()):
-            raise Unsuited("there are hooks on its modules")
+            raise NotNow("there are hooks on its modules")
         if any("forward" in m.__dict__ for m in self.model.modules() if m is not self.model):
-            raise Unsuited("modules of it got another forward")
+            raise NotNow("modules of it got another forward")
         if self.model.training:
-            raise Unsuited("it is in training mode")
-        expected = DynamicCache(config=config).layers
+            raise NotNow("it is in training mode")
+        expected = DynamicCache(config=self.model.config).layers
         windows = [
             [getattr(x, "sliding_window", None) for x in layers] for layers in (expected, cache.layers)
         ]
         types = [[type(x) for x in layers] for layers in (expected, cache.layers)]
         if windows[0] != windows[1] or types[0] != types[1]:
-            raise Unsuited("its cache is of another kind than its configuration's")
-        if getattr(config.get_text_config(), "attention_chunk_size", None):
-            raise Unsuited("it attends in chunks")
+            raise NotNow("its cache is of another kind than its configuration's")
 
     def _prepare(self, first: Trace, second: Trace) -> None:
         result = second.result
         if not isinstance(result, ModelOutput) or not isinstance(result.get("logits"), Tensor):
-            raise Unsuited(f"it returns a {type(result).__name__}")
+            raise NotNow(f"it returns a {type(result).__name__}")
         why = differ(first, second)
         if why:
-            raise Unsuited(why)
+            raise NotNow(why)
         extra = [k for k, v in result.items() if v is not None and k not in ("logits", "past_key_values")]
         if extra or result.logits.shape[:2] != (1, 1):
-            raise Unsuited(f"it returns {', '.join(extra) or list(result.logits.shape)}")
+            raise NotNow(f"it returns {', '.join(extra) or list(result.logits.shape)}")
         self.ready = lower(second, result.logits)
         self.kind = type(result)
         self.compared = 0
@@ -265,7 +302,9 @@ class Step:
                 self.compared_in_pages = True
         except Unsuited as e:
             self.pages_of = None
-            log.info("%s: a server's steps run as transformers runs them: %s", type(self.model).__name__, e)
+            log.warning(
+                "%s: a server's steps run as transformers runs them: %s", type(self.model).__name__, e
+            )
             return self._forward(**kwargs)
         return self.kind(logits=logits)
 
@@ -281,7 +320,7 @@ class Step:
         kept.restore()
         try:
             logits = self._run(cache, kwargs["input_ids"])
-        except Exception as e:
+        except BaseException as e:
             kept.restore()
             raise _unsuited(e) from e
         same_rows = all(
@@ -294,12 +333,15 @@ class Step:
             kept.restore()
             raise Unsuited("its keys and values are other ones")
         self.compared += 1
+        self.failures = 0
         return self.kind(logits=logits, past_key_values=cache)
 
 
-def _unsuited(e: Exception) -> Unsuited:
+def _unsuited(e: BaseException) -> BaseException:
     """What went wrong with a list; where the model itself is to blame, its own forward says so again."""
-    return e if isinstance(e, Unsuited) else Unsuited(f"{type(e).__name__}: {one_line(e)}")
+    if isinstance(e, Unsuited) or not isinstance(e, Exception):
+        return e
+    return NotNow(f"{type(e).__name__}: {one_line(e)}")
 
 
 def replay_steps(model: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trilobite.kernels import ops
-from trilobite.runtime.step.trace import Unsuited
+from trilobite.runtime.step.trace import NotNow, Unsuited
 
 ROOM = 64
 """Least rows of room for more; or a fourth of those that are there."""
@@ -45,7 +45,7 @@ class Rows:
         shapes = (1, self.heads, self.width), (1, self.heads, self.value_width)
         found = (*keys.shape[:2], keys.shape[3]), (*values.shape[:2], values.shape[3])
         if found != shapes or not keys.dtype == values.dtype == self.dtype:
-            raise Unsuited(f"its cache holds keys of shape {list(keys.shape)}")
+            raise NotNow(f"its cache holds keys of shape {list(keys.shape)}")
         length = keys.shape[2]
         capacity = length + max(ROOM, length // 4)
         key = torch.empty(1, self.heads, capacity, self.width, dtype=self.dtype)
@@ -57,6 +57,7 @@ class Rows:
         native.k, native.v, native.rows = key.data_ptr(), value.data_ptr(), self.numbers.data_ptr()
         native.end, native.capacity, native.limit = length, capacity, capacity
         native.row_stride, native.head_stride = self.width, capacity * self.width
+        native.bytes = key.nbytes
         self.keys, self.values = key, value[..., : self.value_width]
 
     def advance(self, layer: Any) -> None:
@@ -85,6 +86,7 @@ class Rows:
         native.k, native.v, native.rows = keys.data_ptr(), values.data_ptr(), index.data_ptr()
         native.first, native.end, native.capacity, native.limit = 0, len(index) - 1, len(index), len(keys)
         native.row_stride, native.head_stride = self.heads * self.width, self.width
+        native.bytes = keys.nbytes
 
     def forget(self) -> None:
         """Hold nothing: what was written is not known."""

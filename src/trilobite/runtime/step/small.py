@@ -121,6 +121,13 @@ def _cat(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     return nodes
 
 
+def _dense(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    x, w, *bias = args
+    if any(b is not None for b in bias) or not (x.is_contiguous() and out.is_contiguous()):
+        return None
+    return [ops.dense_product(out, x, w)]
+
+
 def _embedding(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     table, index = args[:2]
     if (
@@ -138,6 +145,7 @@ _OPERATORS: dict[Any, Callable[..., Nodes]] = {
     aten.copy_.default: _copy_into,
     aten.cat.default: _cat,
     aten.embedding.default: _embedding,
+    torch.ops.trilobite.dense_linear.default: _dense,
     aten.neg.default: _unary(Kind.NEGATE),
     aten.pow.Tensor_Scalar: _square,
     aten.rsqrt.default: _rsqrt,

@@ -22,6 +22,10 @@ class Unsuited(TrilobiteError):
     """A step that cannot be replayed, and why; never leaves this room."""
 
 
+class NotNow(Unsuited):
+    """One that cannot where others of the same model may: a hook, another cache, memory that ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """One thing done. what: torch's operator, the packed module, or the number of the cache's layer.

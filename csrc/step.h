@@ -1,0 +1,14 @@
+// What the check of a list of nodes and its run share.
+#ifndef TRILOBITE_STEP_H
+#define TRILOBITE_STEP_H
+#include "common.h"
+
+namespace trilobite {
+
+inline int64_t size_of(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : 2; }
+
+// False after leaving a message: rows of a cache of such heads do not lie in its memory.
+bool lies(const trilobite_step_cache &c, int64_t dtype, int64_t heads, int64_t width);
+
+}  // namespace trilobite
+#endif
