@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -131,6 +132,31 @@ def test_nobody_answers() -> None:
         RayWorkers("127.0.0.1:9"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"+PONG"], ids=["http", "none", "redis"]
+)
+def test_what_answers_is_no_ray(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            for _ in range(2):  # somebody there, and what it speaks
+                link, _ = server.accept()
+                with link, suppress(OSError):  # who asked may have left
+                    link.sendall(answer)
+                    link.shutdown(socket.SHUT_WR)
+                    link.recv(64)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with (
+            pytest.raises(ResourceError, match=rf"ray {address}: what answers there is no cluster's head"),
+            RayWorkers(address),
+        ):
+            pass
+        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,9 @@ AHEAD = 4
 """For so many cores one task more is sent than there are cores, so that a worker that ends finds the next one there."""
 REACH = 5.0
 """Seconds in which a cluster has to answer at all."""
+FRAME, SETTINGS = 9, 4
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, SETTINGS, 0, 0, 0, 0, 0))
+"""What a client of HTTP/2 says first, with an empty frame of settings; a server answers with one (RFC 9113 §3.4)."""
 LEAST_MEMORY = 2**28
 """Tasks ask for memory in powers of two from here on: few kinds of tasks, so that Ray uses its workers again."""
 
@@ -110,6 +113,10 @@ class RayWorkers:
         if address not in (LOCAL, AUTO) and not _answers(address):
             raise ResourceError(
                 f"ray {address}: nobody answers there; check the address, or start a cluster: `ray start --head`"
+            )
+        if address not in (LOCAL, AUTO) and not _speaks(address):
+            raise ResourceError(
+                f"ray {address}: what answers there is no cluster's head; give the address that `ray start --head` tells"
             )
         options: dict[str, Any] = {"address": address}
         if address == LOCAL:
@@ -310,6 +317,19 @@ def _answers(address: str) -> bool:
     except (OSError, OverflowError):
         return False
     return True
+
+
+def _speaks(address: str) -> bool:
+    """Whether who listens at HOST:PORT speaks HTTP/2, as a head does. Ray itself would warn twenty times."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), REACH) as link:
+            link.settimeout(REACH)
+            link.sendall(PREFACE)
+            first = link.makefile("rb").read(FRAME)
+    except (OSError, OverflowError):
+        return False
+    return len(first) == FRAME and first[3] == SETTINGS
 
 
 @contextmanager
