@@ -214,6 +214,15 @@ def test_garbage_in_a_header(tmp_path: Path, case: str) -> None:
     assert "model.safetensors" in str(caught.value)
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")
+def test_a_disk_that_fails(tmp_path: Path) -> None:
+    (folder(tmp_path) / "model.safetensors").symlink_to(
+        "/proc/self/mem"
+    )  # nothing is mapped at its beginning
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)"):
+        open_source(str(tmp_path))
+
+
 @pytest.mark.parametrize("size", [0, 7])
 def test_file_shorter_than_a_header_size(tmp_path: Path, size: int) -> None:
     (folder(tmp_path) / "model.safetensors").write_bytes(b"\0" * size)

@@ -336,6 +336,7 @@ def test_what_no_distribution_has_is_one_line(
         ("garbage", "cannot be read"),
         ("[]", "cannot be read"),
         ('{"eos_token_id": "abc"}', "eos_token_id is 'abc'"),
+        ('{"output_hidden_states": [[]]}', "output_hidden_states is [[]]"),
         ('{"repetition_penalty": -1}', "strictly positive"),
         ('{"num_beams": 4, "num_return_sequences": 3}', None),
     ],

@@ -60,9 +60,14 @@ class LocalFile:
     def read(self, start: int, nbytes: int) -> bytes:
         """Some bytes; fewer where the file ends."""
         self.check_unchanged()
-        with self.path.open("rb") as f:
-            f.seek(start)
-            return f.read(nbytes)
+        try:
+            with self.path.open("rb") as f:
+                f.seek(start)
+                return f.read(nbytes)
+        except OSError as e:
+            raise CheckpointError(
+                f"{self.path}: cannot be read ({e.strerror}); check the disk and the file's rights"
+            ) from e
 
     def tensor(self, start: int, nbytes: int) -> Tensor:
         """A private mapping, released when the tensor is freed."""

@@ -132,20 +132,26 @@ def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """Raises CheckpointError for a file that transformers cannot read, or whose token ids are no integers."""
+    """Raises CheckpointError for a file that transformers cannot read, or whose values are of a kind it trips over."""
     try:
         config = GenerationConfig.from_pretrained(folder)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
             value = getattr(config, name)
-            if not all(
-                type(i) is int for i in (value if isinstance(value, list) else [value]) if value is not None
-            ):
+            if value is not None and not _integers(value if isinstance(value, list) else [value]):
                 raise ValueError(f"{name} is {value!r}, expected integers")
+        for name in ("output_hidden_states", "output_attentions"):  # all layers', or those of some layers
+            value = getattr(config, name)
+            if value is not None and not isinstance(value, bool) and not _integers(value):
+                raise ValueError(f"{name} is {value!r}, expected true, false or integers")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(
             f"{folder / 'generation_config.json'}: cannot be read: {e}; copy it again, or delete it"
         ) from e
     return config
+
+
+def _integers(values: object) -> bool:
+    return isinstance(values, list) and all(type(i) is int for i in values)
 
 
 def _from_tensors(
