@@ -21,6 +21,7 @@ from benchmarks.quality import (
     analyses,
     budgets,
     codebooks,
+    finetuned,
     offload_mixes,
     offload_traces,
     pareto,
@@ -133,6 +134,14 @@ def test_recipes_with_a_text_and_what_stands_upon_them(run: Any, model: Path, te
     assert set(run(row_loss, model, *few, "--context", CONTEXT, "--work", work)["kl"]) == {
         f"{a} / {b}" for a in row_loss.METHODS for b in row_loss.METHODS
     }
+
+
+def test_finetuned(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    windows = ["--calibration", text, "--samples", 6, "--context", CONTEXT, "--work", tmp_path / "work"]
+    orders = ["no", "block", "paper-block"]
+    found = run(finetuned, model, *windows, "--text", text, "--tokens", 2 * CONTEXT, "--finetune", *orders)
+    assert [row["finetune"] for row in found["rows"]] == orders
+    assert len({row["kl"] for row in found["rows"]}) == 3
 
 
 def test_proxy_bound(

@@ -192,6 +192,7 @@ GARBAGE: dict[str, tuple[Any, bytes, int | None, str]] = {
     "reversed offsets": ({"w": entry(1, 0, [1])}, b"x", None, "needs 1 bytes"),
     "offsets do not fit shape": ({"w": entry(0, 3, [2])}, b"xyz", None, "needs 2 bytes"),
     "unknown dtype": ({"w": entry(0, 1, [1], "F4")}, b"x", None, "dtype F4; this release reads F64"),
+    "name is no text": ({"\ud800": entry(0, 1, [1])}, b"x", None, "garbage .*surrogates"),
     "dtype is a list": ({"w": entry(0, 1, [1], ["U8"])}, b"x", None, "dtype"),
     "beyond the end": ({"w": entry(0, 9, [9])}, b"x", None, "8 bytes shorter"),
     "overlap": ({"v": entry(0, 4, [4]), "w": entry(2, 6, [4])}, b"abcdef", None, "'w' starts at .*overlap"),

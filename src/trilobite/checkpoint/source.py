@@ -288,6 +288,7 @@ def _read_header(file: RangeFile) -> tuple[_File, dict[str, TensorInfo]]:
         entries = json.loads(header, object_pairs_hook=_without_duplicates)
         if not isinstance(entries, dict):
             raise ValueError(f"a {type(entries).__name__}, not an object")
+        "".join(entries).encode()  # JSON may have halves of characters, a text may not
         rows = _rows(entries.pop("__metadata__", None))
         tensors = {name: _tensor_info(file, 8 + length, name, entry) for name, entry in entries.items()}
     except (ValueError, RecursionError) as e:
