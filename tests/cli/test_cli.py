@@ -610,13 +610,19 @@ def test_a_mistake_is_one_line(
         ("trilobite.json", None, "inspect {}", "no trilobite.json; expected a folder made by"),
         ("tokenizer.json", lambda data: {}, "generate {} hello", "no usable tokenizer"),
         (
+            "tokenizer_config.json",
+            lambda data: data | {"model_max_length": [[]]},
+            "generate {} hello",
+            "no usable tokenizer",
+        ),
+        (
             "config.json",
             lambda data: data | {"vocab_size": data["vocab_size"] + 8},
             "generate {} hello",
             "copy the checkpoint again",
         ),
     ],
-    ids=["report", "tokenizer", "config"],
+    ids=["report", "tokenizer", "settings of the tokenizer", "config"],
 )
 def test_a_damaged_folder_is_one_line(
     run: Run,

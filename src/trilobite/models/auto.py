@@ -104,7 +104,9 @@ def _names(value: Any) -> list[Any]:
 def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a checkpoint's folder. Raises CheckpointError when there is none, or only as Python code."""
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # type: ignore[no-any-return]
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer("a", verbose=False)  # odd values in its configuration come out here only
+        return tokenizer
     except Exception as e:  # tokenizers, written in Rust, raises plain Exceptions
         refuse_exhausted(path, e)
         if "custom code" in str(e):
