@@ -73,6 +73,24 @@ def test_one_flipped_bit_anywhere_is_found(packed: Path) -> None:
             assert list(damaged(packed)) == [name]
 
 
+def test_another_dtype_of_the_same_bytes_is_found(packed: Path) -> None:
+    whole, name = (packed / WEIGHTS).read_bytes(), "model.norm.weight"
+    at = whole.index(b'"BF16"', whole.index(name.encode()))
+    (packed / WEIGHTS).write_bytes(whole[:at] + b'"F16" ' + whole[at + 6 :])
+    found = damaged(packed)
+    assert list(found) == [name]
+    assert "checksum F16 " in found[name]
+    assert "not BF16 " in found[name]
+
+
+def test_reports_without_dtypes_still_serve(packed: Path) -> None:
+    report = json.loads((packed / "trilobite.json").read_text())
+    for row in report["tensors"]:
+        row["checksums"] = {name: value.partition(" ")[2] for name, value in row["checksums"].items()}
+    (packed / "trilobite.json").write_text(json.dumps(report))
+    assert damaged(packed) == {}
+
+
 def test_loading_asks_only_when_told(packed: Path) -> None:
     data = bytearray((packed / WEIGHTS).read_bytes())
     data[-1] ^= 1

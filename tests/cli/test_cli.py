@@ -621,8 +621,14 @@ def test_a_mistake_is_one_line(
             "generate {} hello",
             "copy the checkpoint again",
         ),
+        (
+            "config.json",
+            lambda data: data | {"sliding_window": 0},
+            "generate {} hello",
+            "config.json: sliding_window 0; expected null or at least 1",
+        ),
     ],
-    ids=["report", "tokenizer", "settings of the tokenizer", "config"],
+    ids=["report", "tokenizer", "settings of the tokenizer", "config", "window"],
 )
 def test_a_damaged_folder_is_one_line(
     run: Run,

@@ -17,9 +17,14 @@ def checksum(data: bytes | memoryview) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def of_tensors(name: str, tensors: Iterable[tuple[str, memoryview]]) -> dict[str, str]:
-    """Checksums of what one tensor was packed into. name: its own    tensors: name and bytes of each."""
-    return {stored.removeprefix(name): checksum(data) for stored, data in tensors}
+def of_tensor(dtype: str, data: memoryview) -> str:
+    """The dtype of a tensor, in the words of safetensors, and the checksum of its bytes: `BF16 38711e4e`."""
+    return f"{dtype} {checksum(data)}"
+
+
+def of_tensors(name: str, tensors: Iterable[tuple[str, str, memoryview]]) -> dict[str, str]:
+    """Checksums of what one tensor was packed into. name: its own    tensors: name, dtype and bytes of each."""
+    return {stored.removeprefix(name): of_tensor(dtype, data) for stored, dtype, data in tensors}
 
 
 def of_files(files: Mapping[str, bytes]) -> dict[str, str]:

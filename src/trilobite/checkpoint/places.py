@@ -43,7 +43,7 @@ class Place:
             if (tensor := tensors.get(planned.name)) is not None:
                 data = _bytes(planned, tensor)
                 write_at(handle, data, offset)
-                written.append((planned.name, data))
+                written.append((planned.name, planned.dtype, data))
             offset += planned.nbytes
         return of_tensors(self.unit.name, written)
 

@@ -13,7 +13,6 @@ import json
 import math
 import struct
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from trilobite.checkpoint.hub import download
 from trilobite.checkpoint.remote.mirror import how_to_download, remote_folder
 from trilobite.checkpoint.remote.store import is_url
 from trilobite.errors import CheckpointError, one_line
+from trilobite.pool import ThreadPool
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -175,7 +175,7 @@ class Source:
         for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
         files = sorted(self.files.items())
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPool(READERS) as pool:
             for (path, file), slices in zip(files, pool.map(_File.sample, dict(files).values()), strict=True):
                 digest.update(f"{path.name} {file.size}\n".encode())
                 for data in slices:
@@ -222,7 +222,7 @@ def open_source(path_or_id: str | Path, *, revision: str | None = None, remote: 
     files: dict[Path, _File] = {}
     found = folder.tensor_files()
     if is_url(path_or_id):
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPool(READERS) as pool:
             headers = list(pool.map(_read_header, found))
     else:  # no threads: one that starts when memory ends keeps its maker waiting for ever
         headers = [_read_header(shard) for shard in found]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trilobite.checkpoint.checksums import CHECKSUMS, checksum
+from trilobite.checkpoint.checksums import CHECKSUMS, checksum, of_tensor
 from trilobite.checkpoint.packed import REPORT, read_report, report_text
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.errors import CheckpointError
@@ -80,7 +80,9 @@ def refreshed(report: str, folder: Path) -> str:
         while owner and owner not in rows:
             owner = owner.rpartition("_")[0]
         if owner:
-            rows[owner][CHECKSUMS][name.removeprefix(owner)] = checksum(_data(source, name))
+            rows[owner][CHECKSUMS][name.removeprefix(owner)] = of_tensor(
+                source.tensors[name].dtype, _data(source, name)
+            )
     return report_text(found, list(rows.values()))
 
 
@@ -120,7 +122,10 @@ def _check_tensor(source: Source, name: str, expected: str) -> Checked:
     if name not in source.tensors:
         return Checked(name=name, nbytes=0, damage="is missing")
     data = _data(source, name)
-    return Checked(name=name, nbytes=len(data), damage=_difference(checksum(data), expected))
+    found = of_tensor(source.tensors[name].dtype, data)
+    if " " not in expected:  # written before dtypes were kept
+        found = found.rpartition(" ")[2]
+    return Checked(name=name, nbytes=len(data), damage=_difference(found, expected))
 
 
 def _data(source: Source, name: str) -> memoryview:

@@ -60,7 +60,19 @@ def read_config(source: Source) -> PreTrainedConfig:
             "float32: correct it, or copy it again"
         )
     _refuse_absent_experts(path, config.get_text_config())
+    _refuse_closed_windows(path, config.get_text_config())
     return config
+
+
+def _refuse_closed_windows(path: Path, config: PreTrainedConfig) -> None:
+    """A token that sees no token, not even itself, fails when it is run; a window that no layer uses may be anything."""
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    used = getattr(config, "use_sliding_window", True) and "sliding_attention" in layers
+    if used and type(window) is int and window < 1:
+        raise CheckpointError(
+            f"{path / 'config.json'}: sliding_window {window}; expected null or at least 1: correct it, or copy it again"
+        )
 
 
 def _refuse_absent_experts(path: Path, config: PreTrainedConfig) -> None:

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+
+from trilobite.pool import ThreadPool
 
 T = TypeVar("T")
 
@@ -21,9 +23,9 @@ class Piece(Generic[T]):
 
 
 @contextmanager
-def thread_pool(jobs: int, name: str) -> Iterator[ThreadPoolExecutor]:
+def thread_pool(jobs: int, name: str) -> Iterator[ThreadPool]:
     """Threads that are not waited for when something fails: what they were making is made again by the next run."""
-    pool = ThreadPoolExecutor(jobs, thread_name_prefix=name)
+    pool = ThreadPool(jobs, thread_name_prefix=name)
     try:
         yield pool
     except BaseException:
@@ -33,7 +35,7 @@ def thread_pool(jobs: int, name: str) -> Iterator[ThreadPoolExecutor]:
 
 
 def results(
-    pool: ThreadPoolExecutor, pieces: Iterable[Piece[T]], *, jobs: Callable[[], int], budget: float = math.inf
+    pool: ThreadPool, pieces: Iterable[Piece[T]], *, jobs: Callable[[], int], budget: float = math.inf
 ) -> Iterator[T]:
     """Results as they come, of pieces that begin in order, within a budget of bytes.
 

@@ -1,10 +1,10 @@
 """A recipe that meets a budget: options of every unit, what they cost and lose, the best of them, and why."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trilobite.pool import ThreadPool
 from trilobite.quantize.budget.account import Found, account
 from trilobite.quantize.budget.candidates import Question
 from trilobite.quantize.budget.loss import EXPERTS, Importance, normalized_errors, of_columns
@@ -75,7 +75,7 @@ def measure_errors(
         return normalized_errors(question.source, lines, h)
 
     found: dict[int, list[float]] = {}
-    with single_threaded_torch(), ThreadPoolExecutor(jobs, "plan") as pool:
+    with single_threaded_torch(), ThreadPool(jobs, "plan") as pool:
         for i, errors in zip(needed, pool.map(measure, needed), strict=True):
             found[i] = errors
             watcher.progress("plan", len(found), len(needed))

@@ -11,7 +11,6 @@ taken from what entered the experts' module, and sent through its gate and up pr
 
 import ctypes
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite.pool import ThreadPool
 from trilobite.quantize.calibrate.buffer import make_buffer
 from trilobite.quantize.calibrate.inputs import BlockInputs
 from trilobite.quantize.calibrate.model import BlockModel
@@ -66,7 +66,7 @@ class Loop:
     trainer: Trainer | None = None
     kind: type[HessianSum] = HessianSum
 
-    _pool: ThreadPoolExecutor = field(init=False)
+    _pool: ThreadPool = field(init=False)
     _hidden: Tensor = field(init=False)  # what enters the block, replaced by what leaves it: [S, T, H]
     _passed: int = field(init=False, default=0)
     _passes: int = field(init=False, default=0)

@@ -6,7 +6,6 @@ drawn once and stays, so after p passes the first p tokens are what the model wo
 follow on their last p neighbours. A block at a time is in memory.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from trilobite.checkpoint.roles import text_config
 from trilobite.checkpoint.source import Source
+from trilobite.pool import ThreadPool
 from trilobite.quantize.calibrate.builtin import check_decoder
 from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.windows import CONTEXT, Calibration
@@ -61,7 +61,7 @@ def sample_windows(
     for batch in batches:
         model.learn_arguments(batch)
     steps = PASSES * len(model.blocks)
-    with single_threaded_torch(), ThreadPoolExecutor(jobs, "sample") as pool:
+    with single_threaded_torch(), ThreadPool(jobs, "sample") as pool:
         for p in range(PASSES):
             model.load("")
             hidden = [model.embed(batch) for batch in batches]

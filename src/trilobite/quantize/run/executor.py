@@ -12,7 +12,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -24,6 +24,7 @@ from trilobite.checkpoint.packed import PackedWriter
 from trilobite.checkpoint.places import Mark, Place
 from trilobite.checkpoint.source import Source
 from trilobite.errors import DeviceError
+from trilobite.pool import ThreadPool
 from trilobite.quantize.calibrate.protocols import Record, Records
 from trilobite.quantize.plan.plan import Plan, PlanLine
 from trilobite.quantize.run.identity import code_version
@@ -213,7 +214,7 @@ def do_task(job: Job, task: Task) -> list[Record]:
     """
     records: list[Record] = []
     storing: Future[dict[str, str]] | None = None
-    with single_threaded_torch(), ThreadPoolExecutor(1, "store") as disk:
+    with single_threaded_torch(), ThreadPool(1, "store") as disk:
         for line, place in zip(task.lines, task.places, strict=True):
             started = time.monotonic()
             tensors, record = pack_line(job.source, line, job.recipe, torch.device("cpu"), task.known)
