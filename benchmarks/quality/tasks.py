@@ -3,8 +3,8 @@
     python -m benchmarks.quality.tasks MODEL --data ../shared/data/eval [--limit 200] [--page docs/results.md]
 
 Compressed models are decoded into float32 ones, as in `recipes`. --limit: items of a task; of each subject of MMLU a
-twentieth of it. The row `chance` is what guessing gives: a difference means something where the intervals say so, and where
-the model itself is beyond chance. The last line is JSON.
+twentieth of it. The row `chance` is what guessing gives: a difference means something where the intervals say so, and
+where the model itself is beyond chance. The last line is JSON.
 """
 
 import argparse

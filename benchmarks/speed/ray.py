@@ -2,13 +2,12 @@
 
     python -m benchmarks.speed.ray [--recipes search3 hqq3]
 
-Packs a synthetic layer of Mixtral-8x7B's shapes with four experts (a billion weights, 3 GB of disk) with two threads of
-one process, and with one; then on a cluster of one node of one core, and of two: processes on this machine, each node's
-bound to a core. Rates are those of the layer's matrices, from the first tenth of their weights on: embeddings and head
-come at other times in each.
-What a run takes beyond its rate, in which Ray and the workers start and these two are packed, is a column of its own.
-All four follow each other in every repetition, and ratios are medians of those within one. With as many cores as nodes,
-the command itself and Ray's services share the nodes' cores. The last line is JSON.
+Packs a synthetic layer of Mixtral-8x7B's shapes (1.7 billion weights, 5 GB of disk) with two threads of one process, and
+with one; then on a cluster of one node of one core, and of two: processes on this machine, each node's bound to a core.
+Rates are those of the layer's matrices, from the first tenth of their weights on: embeddings and head come at other
+times in each. What a run takes beyond its rate, in which Ray and the workers start and these two are packed, is a
+column of its own. All four follow each other in every repetition, and ratios are medians of those within one. With as
+many cores as nodes, the command itself and Ray's services share the nodes' cores. The last line is JSON.
 """
 
 import argparse
@@ -143,7 +142,7 @@ def main() -> None:
     args: argparse.Namespace = options.parse_args()
     work = Path(tempfile.mkdtemp(prefix="trilobite-ray-", dir=args.work))
     try:
-        write_mixtral(work / "source", 1, experts=4)
+        write_mixtral(work / "source", 1)
         rows = measure(work / "source", work, args.recipes, args.repeats)
     finally:
         shutil.rmtree(work)

@@ -115,7 +115,7 @@ def _exponent(w: Tensor, line: PlanLine) -> int:
     """Of the power of two that leaves the largest weight between 1/2 and 1, where fp16 would lose scales; else 0."""
     if isinstance(line.format, LatticeFormat) and not line.rank:  # one scale, in fp32
         return 0
-    largest = float(w.abs().amax()) if w.numel() else 0.0
+    largest = max(abs(float(x)) for x in w.aminmax()) if w.numel() else 0.0
     return max(LOWEST, math.frexp(largest)[1]) if 0 < largest < FAINT else 0
 
 
