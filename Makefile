@@ -16,8 +16,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 # CPU machines of this project have this build of torch at hand; the package itself accepts a range.
 TORCH ?= torch==2.13.0
-# Of the tests, a file at a time each.
-PROCESSES ?= 2
+# Of the tests, a file at a time each; one more than cores, for many wait for other processes.
+PROCESSES ?= 3
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
