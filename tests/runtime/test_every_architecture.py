@@ -27,6 +27,7 @@ from transformers import MistralConfig, MixtralConfig
         ("aria", "int8"),  # image-text, transposed experts
         ("ernie4_5_vl_moe", "int8"),  # experts for text and for images, numbered through on disk
         ("qwen4_exp_text", "int8"),  # an embedding in pieces, put together on the CPU
+        ("mistral_large4", "int8"),  # turns weights of its images round by names that end before `weight`
         ("gemma4", "int8"),  # image-text; its configuration has no experts by default
     ],
 )

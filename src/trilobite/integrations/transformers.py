@@ -274,8 +274,11 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _of_whole_names(converter: WeightConverter) -> WeightConverter:
-    """The same converter, for names that end where its patterns end."""
-    sources = [rf"{pattern}(?!\w)" for pattern in converter._original_source_patterns]
+    """The same converter, for names that end where its patterns end, or go on with `weight` behind a dot there."""
+    sources = [
+        pattern + (r"(?!weight_)" if pattern.endswith(".") else r"(?!\w)")
+        for pattern in converter._original_source_patterns
+    ]
     made = WeightConverter(sources, list(converter._original_target_patterns), converter.operations)
     made.scope_prefix, made.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
     return made
