@@ -144,6 +144,7 @@ def forget(report: dict[str, Any]) -> None:
         (lambda r: r.update(checksums=3), "damaged"),
         (lambda r: r.update(tensors=3), "damaged"),
         (lambda r: r["tensors"][0].update(checksums=[1]), "damaged"),
+        (lambda r: r["tensors"][0]["checksums"].update({"": 0}), "that are no strings"),
         (lambda r: r["checksums"].update({"../original/config.json": "00000000"}), "damaged"),
     ],
 )

@@ -105,6 +105,8 @@ def _listed(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
         tensors = {name + suffix: value for name, row in rows.items() for suffix, value in row.items()}
         if any(Path(name).name != name for name in files):
             raise ValueError(f"{CHECKSUMS} of files elsewhere")
+        if not all(isinstance(value, str) for value in (*files.values(), *tensors.values())):
+            raise ValueError(f"{CHECKSUMS} that are no strings")
     except DAMAGE as e:
         raise CheckpointError(f"{folder / REPORT}: damaged ({e}); copy the file again") from e
     return files, tensors
