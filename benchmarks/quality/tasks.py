@@ -1,9 +1,9 @@
 """What do benchmark tasks say of 16 bit and of some recipes? Each score with the half width of its 95 % interval.
 
-    python -m benchmarks.quality.tasks MODEL --data ../shared/data/eval [--limit 500] [--page docs/results.md]
+    python -m benchmarks.quality.tasks MODEL --data ../shared/data/eval [--limit 200] [--page docs/results.md]
 
 Compressed models are decoded into float32 ones, as in `recipes`. --limit: items of a task; of each subject of MMLU a
-tenth of it. The row `chance` is what guessing gives: a difference means something where the intervals say so, and where
+twentieth of it. The row `chance` is what guessing gives: a difference means something where the intervals say so, and where
 the model itself is beyond chance. The last line is JSON.
 """
 
@@ -54,7 +54,7 @@ def measured(model: PreTrainedModel, folder: Path, args: argparse.Namespace) -> 
     tokenizer = load_tokenizer(str(folder))
     batch = fitting_batch(model, context_length(model) or 2048)
     for name in args.tasks:
-        limit = max(1, args.limit // 10) if name == "mmlu" else args.limit
+        limit = max(1, args.limit // 20) if name == "mmlu" else args.limit
         ready = load_tasks([name], data=args.data)
         found[name] = run_tasks(model, tokenizer, ready, limit=limit, batch=batch)[name]
         print(f"{name}: {found[name]}", flush=True)
@@ -97,7 +97,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--data", type=Path, required=True, help="folder of the task files")
     options.add_argument("--tasks", nargs="+", choices=list(CHANCE), default=list(CHANCE))
     options.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
-    options.add_argument("--limit", type=int, default=500, help="items of a task")
+    options.add_argument("--limit", type=int, default=200, help="items of a task")
     add_work(options)
     add_page(options, "tasks-MODEL")
     return options.parse_args()
