@@ -140,7 +140,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
             if value is not None and not _integers(value if isinstance(value, list) else [value]):
                 raise ValueError(f"{name} is {value!r}, expected integers")
         for name in ("output_hidden_states", "output_attentions"):  # all layers', or those of some layers
-            value = getattr(config, name)
+            value = getattr(config, name, None)
             if value is not None and not isinstance(value, bool) and not _integers(value):
                 raise ValueError(f"{name} is {value!r}, expected true, false or integers")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
