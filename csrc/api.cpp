@@ -52,12 +52,29 @@ bool check_experts(const trilobite_experts_args &a) {
 
 int trilobite_linear(const void *x, int64_t dtype, int64_t tokens, const trilobite_matrix *w, const void *bias,
                      int64_t bias_dtype, void *y, int64_t digits, int64_t threads) {
+  const trilobite_product product{w, bias, bias_dtype, y};
+  return trilobite_linears(x, dtype, tokens, &product, 1, digits, threads);
+}
+
+int trilobite_linears(const void *x, int64_t dtype, int64_t tokens, const trilobite_product *products, int64_t count,
+                      int64_t digits, int64_t threads) {
   return guarded([&] {
-    Matrix m;
-    if (!known_dtype(dtype) || !known_dtype(bias_dtype) || !known_digits(digits) || tokens < 0)
-      return fail("linear: unknown element type or mode");
-    if (!describe(*w, &m)) return false;
-    linear(x, (int)dtype, tokens, m, bias, (int)bias_dtype, y, (int)digits, threads_of(threads));
+    if (!known_dtype(dtype) || !known_digits(digits) || tokens < 0) return fail("linear: unknown element type or mode");
+    Matrix matrices[MOST_TOGETHER];
+    Product some[MOST_TOGETHER];
+    int have = 0;
+    const auto run = [&] { linear(x, (int)dtype, tokens, some, have, (int)digits, threads_of(threads)), have = 0; };
+    for (int64_t i = 0; i < count; i++) {
+      const trilobite_product &p = products[i];
+      Matrix next;
+      if (!known_dtype(p.bias_dtype)) return fail("linear: unknown element type or mode");
+      if (!describe(*p.w, &next)) return false;
+      if (have == MOST_TOGETHER || (have > 0 && !together(matrices[0], next))) run();
+      matrices[have] = next;
+      some[have] = {&matrices[have], p.bias, (int)p.bias_dtype, p.y};
+      have++;
+    }
+    if (have > 0) run();
     return true;
   });
 }

@@ -17,8 +17,21 @@ int64_t scratch_bytes(const Tier &t, int64_t k);
 void product(const Tier &t, const Matrix &m, int64_t band, int bands, const Digits &x, const float *z, float *out,
              int64_t ld, void *scratch);
 
-void linear(const void *x, int dtype, int64_t tokens, const Matrix &m, const void *bias, int bias_dtype, void *y,
-            int digits, int threads);
+// One of the matrices by which a call multiplies x: y [tokens, m.n] = x W^T + bias, which may be NULL.
+struct Product {
+  const Matrix *m;
+  const void *bias;
+  int bias_dtype;
+  void *y;
+};
+
+constexpr int MOST_TOGETHER = 8;
+
+// Whether matrices can be multiplied by the same digits of x.
+bool together(const Matrix &a, const Matrix &b);
+
+// Up to MOST_TOGETHER products by matrices that go together, or one of any matrix. The bits of each are those it has alone.
+void linear(const void *x, int dtype, int64_t tokens, const Product *products, int count, int digits, int threads);
 
 // False after leaving a message: element types, modes or sizes that no layer of experts has.
 bool check_experts(const trilobite_experts_args &a);

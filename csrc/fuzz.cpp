@@ -21,6 +21,44 @@ bool fuzz_linear() {
   });
 }
 
+// Matrices that read the same x, some of other groups, have the bits of calls of their own, on every tier.
+bool fuzz_together() {
+  const int64_t count = pick(1, 10), k = 64 * pick(1, 6), tokens = pick(0, 1) ? 1 : pick(1, 40);
+  const int64_t digits = pick(0, 1) ? TRILOBITE_EXACT : TRILOBITE_INT8;
+  const auto x = activations(tokens * k), bias = activations(150);
+  const Turn in(k);
+  std::vector<Turn> turns;
+  std::vector<Weight> weights(count);
+  std::vector<trilobite_product> products(count);
+  std::vector<std::vector<float>> made(count), alone(count);
+  turns.reserve(count);
+  for (int64_t i = 0; i < count; i++) {
+    const bool lattice = !pick(0, 5);
+    const int64_t n = lattice ? some_length(0, 6) : pick(1, 150);
+    turns.emplace_back(n);
+    if (lattice) fill_lattice(weights[i], n, k, in, turns.back());
+    else fill(weights[i], n, k, pick(0, 2) ? 64 : 32);
+    weights[i].point();
+    made[i].resize(tokens * n), alone[i].resize(tokens * n);
+    products[i] = {&weights[i].m, pick(0, 1) && n <= 150 ? bias.data() : nullptr, TRILOBITE_F32, made[i].data()};
+  }
+  for (const char *tier : TIERS) {
+    trilobite_set_tier(tier);
+    int code = trilobite_linears(x.data(), TRILOBITE_F32, tokens, products.data(), count, digits, pick(1, 3));
+    for (int64_t i = 0; i < count && code == 0; i++) {
+      const trilobite_product &p = products[i];
+      code = trilobite_linear(x.data(), TRILOBITE_F32, tokens, p.w, p.bias, p.bias_dtype, alone[i].data(), digits, 1);
+      if (code || memcmp(alone[i].data(), made[i].data(), 4 * made[i].size())) {
+        printf("together: matrix %ld of %ld, %ld x %ld, tokens=%ld on %s: %s\n", (long)i, (long)count, (long)p.w->n,
+               (long)k, (long)tokens, tier, code ? trilobite_error() : "other bits");
+        return false;
+      }
+    }
+    if (code) return printf("together: %s\n", trilobite_error()), false;
+  }
+  return true;
+}
+
 bool fuzz_lattice() {
   const int64_t k = some_length(5, 8), n = some_length(0, 6), tokens = pick(0, 40);
   const Turn in(k), out(n);
@@ -135,8 +173,8 @@ int main(int argc, char **argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 200;
   g_random.seed(argc > 2 ? atoi(argv[2]) : 1);
   for (int i = 0; i < rounds; i++)
-    if (!fuzz_linear() || !fuzz_lattice() || !fuzz_experts(false) || !fuzz_experts(true) || !fuzz_attention() ||
-        !fuzz_dense() || !fuzz_step()) {
+    if (!fuzz_linear() || !fuzz_together() || !fuzz_lattice() || !fuzz_experts(false) || !fuzz_experts(true) ||
+        !fuzz_attention() || !fuzz_dense() || !fuzz_step()) {
       printf("failed in round %d\n", i);
       return 1;
     }

@@ -77,6 +77,11 @@ struct List {
     n.shape[2] = pick(1, 3), n.call = &w.m;
     n.out = slot(n.shape[2] * rows * size_of(dtype), dtype), n.a = slot(n.shape[2] * k * size_of(dtype), dtype);
     if (pick(0, 1)) n.b = slot(rows * 4, TRILOBITE_F32);
+    const trilobite_step_node first = n;
+    for (int64_t more = pick(0, 3); more > 0; more--) {  // that read the same
+      nodes.push_back(first);
+      nodes.back().out = slot(first.out.bytes, dtype);
+    }
   }
   void add_experts() {
     const int64_t group = 32 * pick(1, 2), hidden = group * pick(1, 2), intermediate = group * pick(1, 2);

@@ -1,4 +1,4 @@
-// y = x (dequant(W) + U V)^T + bias.
+// y = x (dequant(W) + U V)^T + bias, for one matrix or some that read the same x.
 #include "engine.h"
 #include "dispatch.h"
 #include "kernel_convert.h"
@@ -25,10 +25,8 @@ constexpr int64_t PASS = 512;  // tokens prepared at a time; bounds the memory o
 
 struct Call {
   const Tier &t;
-  const Matrix &m;
-  const uint8_t *x, *bias;
-  uint8_t *y;
-  int dtype, bias_dtype, digits, threads;
+  const uint8_t *x;
+  int dtype, digits, threads;
 };
 
 // Rows of one task: enough that its stream is long, few enough that threads finish together.
@@ -38,24 +36,56 @@ int bands_per_task(const Matrix &m, int64_t tokens, int threads) {
   return units * UNIT_BANDS;
 }
 
-void finish_rows(const Call &c, int64_t row, int64_t width, int64_t tokens, float *out, int64_t ld, uint8_t *y) {
+int64_t tile_bytes(const Matrix &m) { return m.bands * m.groups * m.tile_bytes; }
+
+// Rows `row` and on of all tokens, to their places behind the `first` tokens that are done.
+void finish_rows(const Call &c, const Product &p, int64_t row, int64_t width, int64_t first, int64_t tokens, float *out,
+                 int64_t ld) {
   const int64_t size = c.dtype == TRILOBITE_F32 ? 4 : 2;
   for (int64_t t = 0; t < tokens; t++) {
     float *o = out + t * ld;
-    if (c.bias)
-      for (int64_t i = 0; i < width; i++) o[i] += element(c.bias, c.bias_dtype, row + i);
-    c.t.store(o, width, y + (t * c.m.n + row) * size, c.dtype);
+    if (p.bias)
+      for (int64_t i = 0; i < width; i++) o[i] += element((const uint8_t *)p.bias, p.bias_dtype, row + i);
+    c.t.store(o, width, (uint8_t *)p.y + ((first + t) * p.m->n + row) * size, c.dtype);
   }
 }
 
-void pass(const Call &c, const uint8_t *x, int64_t tokens, uint8_t *y) {
+// The tasks of some matrices as one range: where those of each begin, and whose a task is.
+struct Tasks {
+  int64_t start[MOST_TOGETHER + 1] = {0};
+  int count = 0;
+
+  void add(int64_t tasks) { start[count + 1] = start[count] + tasks, count++; }
+  int64_t all() const { return start[count]; }
+  int owner(int64_t task) const {
+    int i = 0;
+    while (task >= start[i + 1]) i++;
+    return i;
+  }
+};
+
+// Matrices that need the same digits of x: it is prepared once, and threads wait for each other once.
+void pass(const Call &c, const Product *products, int count, int64_t first, int64_t tokens) {
   Workspace &ws = call_workspace();
-  const Matrix &m = c.m;
-  const Digits d = ws.digits(tokens, m.k, segment(m.group), c.digits, c.t.parts((int)tokens, c.dtype, c.digits, false));
-  float *z = m.rank > 0 ? ws.get<float>(tokens * m.rank) : nullptr;
-  const int threads = m.bands * m.groups * m.tile_bytes * tokens < SMALL ? 1 : c.threads;
-  const int per_task = bands_per_task(m, tokens, threads);
-  const int64_t ld = (int64_t)per_task * ROWS, scratch = scratch_bytes(c.t, m.k);
+  const Matrix &any = *products[0].m;
+  const uint8_t *x = c.x + first * any.k * (c.dtype == TRILOBITE_F32 ? 4 : 2);
+  const Digits d =
+      ws.digits(tokens, any.k, segment(any.group), c.digits, c.t.parts((int)tokens, c.dtype, c.digits, false));
+  int64_t bytes = 0;
+  for (int i = 0; i < count; i++) bytes += tile_bytes(*products[i].m);
+  const int threads = bytes * tokens < SMALL ? 1 : c.threads;
+  float *z[MOST_TOGETHER] = {nullptr};
+  int per_task[MOST_TOGETHER];
+  Tasks ranks, rows;
+  int64_t ld = 0;
+  for (int i = 0; i < count; i++) {
+    const Matrix &m = *products[i].m;
+    if (m.rank > 0) z[i] = ws.get<float>(tokens * m.rank);
+    per_task[i] = bands_per_task(m, tokens, threads);
+    ranks.add(ceil_div(m.rank, ROWS)), rows.add(ceil_div(m.bands, per_task[i]));
+    if (ld < (int64_t)per_task[i] * ROWS) ld = (int64_t)per_task[i] * ROWS;
+  }
+  const int64_t scratch = scratch_bytes(c.t, any.k);
   // One block of tokens is too little to share: it would cost a barrier.
   const bool prepared = d.blocks() == 1;
   if (prepared) c.t.quantize_block(x, c.dtype, nullptr, d, 0);
@@ -65,31 +95,37 @@ void pass(const Call &c, const uint8_t *x, int64_t tokens, uint8_t *y) {
     void *work = local.get<uint8_t>(scratch);
     if (!prepared)
       team.share(thread, 0, d.blocks(), [&](int64_t b) { c.t.quantize_block(x, c.dtype, nullptr, d, (int)b); });
-    if (z)
-      team.share(thread, 1, ceil_div(m.rank, ROWS),
-                 [&](int64_t i) { c.t.low_rank_v(m, i * ROWS, d, z + i * ROWS, m.rank, work); });
-    team.share(thread, 2, ceil_div(m.bands, per_task), [&](int64_t task) {
-      const int64_t band = task * per_task, row = band * ROWS;
-      const int bands = (int)(m.bands - band < per_task ? m.bands - band : per_task);
-      product(c.t, m, band, bands, d, z, out, ld, work);
-      const int64_t width = m.n - row < ld ? m.n - row : ld;
-      finish_rows(c, row, width, tokens, out, ld, y);
+    if (ranks.all())
+      team.share(thread, 1, ranks.all(), [&](int64_t task) {
+        const int i = ranks.owner(task);
+        const Matrix &m = *products[i].m;
+        const int64_t rank = (task - ranks.start[i]) * ROWS;
+        c.t.low_rank_v(m, rank, d, z[i] + rank, m.rank, work);
+      });
+    team.share(thread, 2, rows.all(), [&](int64_t task) {
+      const int i = rows.owner(task);
+      const Matrix &m = *products[i].m;
+      const int64_t band = (task - rows.start[i]) * per_task[i], row = band * ROWS;
+      const int bands = (int)(m.bands - band < per_task[i] ? m.bands - band : per_task[i]);
+      product(c.t, m, band, bands, d, z[i], out, ld, work);
+      const int64_t width = m.n - row < bands * ROWS ? m.n - row : bands * ROWS;
+      finish_rows(c, products[i], row, width, first, tokens, out, ld);
     });
   });
 }
 
 // One token of x as fp32, rotated -> to [.., k].
-void rotate_input(const Call &c, const uint8_t *x, int64_t token, float *to, float *buffer) {
-  const int64_t k = c.m.k;
-  load_floats(x, c.dtype, token * k, k, to + token * k);
-  c.t.rotate(c.m.in, false, to + token * k, buffer);
+void rotate_input(const Call &c, const Matrix &m, const uint8_t *x, int64_t token, float *to, float *buffer) {
+  load_floats(x, c.dtype, token * m.k, m.k, to + token * m.k);
+  c.t.rotate(m.in, false, to + token * m.k, buffer);
 }
 
 // A lattice matrix (QuIP#, Algorithm 2): rotate x, multiply by what the codes stand for, rotate back. The compensator
 // belongs to the plain coordinates.
-void pass_lattice(const Call &c, const uint8_t *x, int64_t tokens, uint8_t *y) {
+void pass_lattice(const Call &c, const Product &p, int64_t first, int64_t tokens) {
   Workspace &ws = call_workspace();
-  const Matrix &m = c.m;
+  const Matrix &m = *p.m;
+  const uint8_t *x = c.x + first * m.k * (c.dtype == TRILOBITE_F32 ? 4 : 2);
   const int count = (int)tokens, seg = segment(m.group);
   const int64_t ld = ceil_div(m.n, UNIT) * UNIT, scratch = scratch_bytes(c.t, m.k);
   float *turned = ws.get<float>(tokens * m.k), *out = ws.get<float>(tokens * ld);
@@ -101,13 +137,13 @@ void pass_lattice(const Call &c, const uint8_t *x, int64_t tokens, uint8_t *y) {
     plain = ws.digits(tokens, m.k, seg, c.digits, c.t.parts(count, c.dtype, c.digits, false));
     z = ws.get<float>(tokens * m.rank);
   }
-  const int threads = m.bands * m.groups * m.tile_bytes * tokens < SMALL ? 1 : c.threads;
+  const int threads = tile_bytes(m) * tokens < SMALL ? 1 : c.threads;
   const int per_task = bands_per_task(m, tokens, threads);
   run_team(threads, [&](Team &team, int thread) {
     Workspace &local = worker_workspace();
     float *buffer = local.get<float>(m.n > m.k ? m.n : m.k);
     void *work = local.get<uint8_t>(scratch);
-    team.share(thread, 0, tokens, [&](int64_t t) { rotate_input(c, x, t, turned, buffer); });
+    team.share(thread, 0, tokens, [&](int64_t t) { rotate_input(c, m, x, t, turned, buffer); });
     team.share(thread, 1, d.blocks(), [&](int64_t b) {
       c.t.quantize_block(turned, TRILOBITE_F32, nullptr, d, (int)b);
       if (z) c.t.quantize_block(x, c.dtype, nullptr, plain, (int)b);
@@ -124,20 +160,24 @@ void pass_lattice(const Call &c, const uint8_t *x, int64_t tokens, uint8_t *y) {
     team.share(thread, 5, ld / UNIT, [&](int64_t unit) {
       const int64_t row = unit * UNIT, width = m.n - row < UNIT ? m.n - row : UNIT;
       if (z) c.t.low_rank_u(m, row, z, m.rank, count, out + row, ld);
-      finish_rows(c, row, width, tokens, out + row, ld, y);
+      finish_rows(c, p, row, width, first, tokens, out + row, ld);
     });
   });
 }
 
 }  // namespace
 
-void linear(const void *x, int dtype, int64_t tokens, const Matrix &m, const void *bias, int bias_dtype, void *y,
-            int digits, int threads) {
-  const int64_t size = dtype == TRILOBITE_F32 ? 4 : 2;
-  const Call c{tier(), m, (const uint8_t *)x, (const uint8_t *)bias, (uint8_t *)y, dtype, bias_dtype, digits, threads};
-  const auto run = m.lattice() ? pass_lattice : pass;
-  for (int64_t t = 0; t < tokens; t += PASS)
-    run(c, c.x + t * m.k * size, tokens - t < PASS ? tokens - t : PASS, c.y + t * m.n * size);
+bool together(const Matrix &a, const Matrix &b) {
+  return !a.lattice() && !b.lattice() && a.k == b.k && segment(a.group) == segment(b.group);
+}
+
+void linear(const void *x, int dtype, int64_t tokens, const Product *products, int count, int digits, int threads) {
+  const Call c{tier(), (const uint8_t *)x, dtype, digits, threads};
+  for (int64_t first = 0; first < tokens; first += PASS) {
+    const int64_t some = tokens - first < PASS ? tokens - first : PASS;
+    if (products[0].m->lattice()) pass_lattice(c, products[0], first, some);
+    else pass(c, products, count, first, some);
+  }
 }
 
 }  // namespace trilobite

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "dispatch.h"
+#include "engine.h"
 #include "matrix.h"
 #include "step.h"
 
@@ -20,9 +21,21 @@ int gather(const trilobite_step_node &n) {
   return 0;
 }
 
-int linear(const trilobite_step_node &n, int64_t threads) {
-  return trilobite_linear(n.a.data, n.a.dtype, n.shape[2], (const trilobite_matrix *)n.call, n.b.data, n.b.dtype,
-                          n.out.data, n.digits, n.threads ? n.threads : threads);
+bool same_input(const trilobite_step_node &n, const trilobite_step_node &other) {
+  return other.kind == n.kind && other.a.data == n.a.data && other.a.dtype == n.a.dtype &&
+         other.shape[2] == n.shape[2] && other.digits == n.digits && other.threads == n.threads;
+}
+
+// This node and its neighbours that read the same x: q, k and v, or gate and up. -> how many these are.
+int64_t linears(const trilobite_step_node *nodes, int64_t count, int64_t threads, int *code) {
+  const trilobite_step_node &n = nodes[0];
+  trilobite_product products[MOST_TOGETHER];
+  int64_t some = 0;
+  for (; some < count && some < MOST_TOGETHER && same_input(n, nodes[some]); some++)
+    products[some] = {(const trilobite_matrix *)nodes[some].call, nodes[some].b.data, nodes[some].b.dtype,
+                      nodes[some].out.data};
+  *code = trilobite_linears(n.a.data, n.a.dtype, n.shape[2], products, some, n.digits, n.threads ? n.threads : threads);
+  return some;
 }
 
 int experts(const trilobite_step_node &n, int64_t threads) {
@@ -75,7 +88,6 @@ int run(const trilobite_step_node &n, int64_t threads) {
   switch (n.kind) {
     case TRILOBITE_SUM: return tier().sum(n), 0;
     case TRILOBITE_GATHER: return gather(n);
-    case TRILOBITE_LINEAR: return linear(n, threads);
     case TRILOBITE_EXPERTS: return experts(n, threads);
     case TRILOBITE_APPEND: return append(n);
     case TRILOBITE_ATTEND: return attend(n, threads);
@@ -88,7 +100,11 @@ int run(const trilobite_step_node &n, int64_t threads) {
 }  // namespace trilobite
 
 int trilobite_step(const trilobite_step_node *nodes, int64_t count, int64_t threads) {
-  for (int64_t i = 0; i < count; i++)
-    if (const int code = trilobite::run(nodes[i], threads)) return code;
+  for (int64_t i = 0; i < count;) {
+    int code = 0;
+    if (nodes[i].kind == TRILOBITE_LINEAR) i += trilobite::linears(nodes + i, count - i, threads, &code);
+    else code = trilobite::run(nodes[i++], threads);
+    if (code) return code;
+  }
   return 0;
 }

@@ -66,6 +66,18 @@ typedef struct {
 TRILOBITE_API int trilobite_linear(const void *x, int64_t dtype, int64_t tokens, const trilobite_matrix *w,
                                    const void *bias, int64_t bias_dtype, void *y, int64_t digits, int64_t threads);
 
+// One of the matrices that read the same x: y [tokens, n] = x W^T + bias, as above.
+typedef struct {
+  const trilobite_matrix *w;
+  const void *bias;
+  int64_t bias_dtype;
+  void *y;
+} trilobite_product;
+
+// `count` products of one x, which is prepared once for neighbours whose groups suit each other. Bits as of single calls.
+TRILOBITE_API int trilobite_linears(const void *x, int64_t dtype, int64_t tokens, const trilobite_product *products,
+                                    int64_t count, int64_t digits, int64_t threads);
+
 // x [count, n] of fp32, in place: each row x -> T x, or with `adjoint` T^T x, T as of a lattice matrix's side.
 TRILOBITE_API int trilobite_rotate(const trilobite_rotation *r, const void *signs, int64_t tuned, int64_t adjoint,
                                    float *x, int64_t count);
@@ -160,7 +172,7 @@ typedef struct {
 // SUM: out [.., shape[2]] = sums of the dense rows of a, fp32, `shape[3]` wide, divided by `number`; torch adds up `lanes`
 //   values at a time.
 // GATHER: out, `shape[3]` bytes, = row number *(int64_t *)b of a, which has `shape[2]` rows.
-// LINEAR: `call` is a trilobite_matrix; out = a W^T + b. EXPERTS: a trilobite_experts_args, whose threads are those of the
+// LINEAR: `call` is a trilobite_matrix; out = a W^T + b; neighbours that read the same a are one call. EXPERTS: a trilobite_experts_args, whose threads are those of the
 //   step unless positive.
 // APPEND: a and b, [heads = shape[2], width = shape[3]] at strides of `stride[2]` elements, `lanes` values of b to a head,
 //   become the row at `end` of the trilobite_step_cache `call`, which grows; what b is narrower becomes zeros.

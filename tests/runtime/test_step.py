@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import logging
 import subprocess
 import sys
@@ -16,16 +17,19 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from trilobite.kernels import ops
 from trilobite.kernels.layer import CpuSettings
-from trilobite.kernels.ops import attends
+from trilobite.kernels.ops import Kind, attends
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.generate.cache import GrowingCache
 from trilobite.runtime.load import load
+from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.plan import Offload
 from trilobite.runtime.step import lower, replay, small
 from trilobite.runtime.step.replay import COMPARED, RECORDED, WAITS, Step
+from trilobite.runtime.step.trace import Node
 
 pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
 
@@ -104,6 +108,41 @@ def test_bits_of_every_architecture(kind: str, packed: Callable[[str], Path]) ->
     assert step.ready is not None
     assert step.compared == COMPARED
     assert_same(ours, conversation(plain(model)))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_q_k_and_v_are_one_call(
+    kind: str, packed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a norm stands between them."""
+    model, lists, program = load(str(packed(kind))), [], ops.program
+    monkeypatch.setattr(ops, "program", lambda nodes: (lists.append(list(nodes)), program(nodes))[1])
+    conversation(model, turns=1, steps=4)
+    runs = [
+        len(list(run))
+        for nodes in lists
+        for (kind_of_node, _), run in itertools.groupby(nodes, lambda n: (n.kind, n.a.data))
+        if kind_of_node == Kind.LINEAR
+    ]
+    layers = model.config.num_hidden_layers
+    assert sorted(runs) == [1] * (layers + 1) + [3] * layers  # o_proj and the head; q, k and v
+
+
+def test_what_is_written_meanwhile_is_read_in_order() -> None:
+    """A matrix stays behind what changes the tensor that it reads."""
+    x, y = torch.zeros(1, 4), torch.zeros(1, 4)
+    matrix = PackedLinear.__new__(PackedLinear)
+
+    def reads(t: Tensor) -> Node:
+        return Node(kind="module", what=matrix, args=(t,), kwargs={}, outputs=(torch.zeros(1, 4),))
+
+    def adds(to: Tensor) -> Node:
+        return Node(kind="torch", what=torch.ops.aten.add_.Tensor, args=(to, 1), kwargs={}, outputs=(to,))
+
+    first, of_y, second, late, later = reads(x), reads(y), reads(x), reads(x), reads(x[:])
+    change, other = adds(x), adds(y)
+    nodes = [first, of_y, other, second, change, late, later]
+    assert lower.side_by_side(nodes) == [first, second, of_y, other, change, late, later]
 
 
 def test_a_sliding_window(packed: Callable[[str], Path]) -> None:

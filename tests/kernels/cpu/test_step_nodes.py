@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.packing import lattice_weight, packed_weight, relative_error
 from support.tiers import tiers
 from torch import Tensor
 
 from trilobite.errors import ShapeError
-from trilobite.kernels import ops
+from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.cpu.step import sum_lanes
 from trilobite.kernels.ops import Kind
@@ -210,3 +211,33 @@ def test_a_cache_has_room_for_its_rows() -> None:
             with pytest.raises(ShapeError, match="cache"):
                 run(made)
         setattr(cache, name, right)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matrices_that_read_the_same(tier: str, dtype: torch.dtype) -> None:
+    """Neighbours are one call, on threads: each as the reference says, with the bits that it has alone."""
+    k = 192
+    weights = [
+        packed_weight(1200, k, "int8-g64"),
+        packed_weight(16, k, "int4-g64-sym", rank=3),
+        packed_weight(130, k, "int3-g64-dq", rank=20, kind="int8"),
+        packed_weight(33, k, "int3-g64"),
+        lattice_weight(64, k, "e8p-3", rank=5),
+        packed_weight(900, k, "int4-g32"),
+        packed_weight(50, k, "int8-g32", rank=40),
+        packed_weight(48, k, "int2-g16"),
+        *(packed_weight(16 * i, k, "int3-g64", rank=i % 2, seed=i) for i in range(1, 12)),
+    ]
+    biases = [torch.randn(w.shape[0]) if i % 2 else None for i, w in enumerate(weights)]
+    calls = [ops.bind_linear(w, bias) for w, bias in zip(weights, biases, strict=True)]
+    for tokens in (1, 3):
+        x = torch.randn(tokens, k).to(dtype)
+        made = [torch.full((tokens, w.shape[0]), 7.0, dtype=dtype) for w in weights]
+        nodes = [call.node(x, y) for call, y in zip(calls, made, strict=True) if call is not None]
+        ops.run_nodes(ops.program(nodes), len(weights))
+        for y, w, bias, call in zip(made, weights, biases, calls, strict=True):
+            assert call is not None
+            assert torch.equal(y, call(x))
+            assert relative_error(y, reference.linear(x, w, bias)) < (
+                1e-5 if dtype == torch.float32 else 6e-3
+            )

@@ -35,6 +35,31 @@ ALIGNMENT = 64
 Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
+def side_by_side(nodes: list[Node]) -> list[Node]:
+    """The same nodes, packed matrices that read the same tensor next to each other: the engine runs them as one call."""
+    groups: list[list[Node]] = []
+    readers: dict[tuple[int, int, torch.Size], list[Node]] = {}
+    for node in nodes:
+        read = _read_by_matrix(node)
+        if read in readers:
+            readers[read].append(node)
+            continue
+        groups.append([node])
+        for written in map(storage, changed(node)):
+            readers = {key: group for key, group in readers.items() if key[0] != written}
+        if read is not None:
+            readers[read] = groups[-1]
+    return [node for group in groups for node in group]
+
+
+def _read_by_matrix(node: Node) -> tuple[int, int, torch.Size] | None:
+    """What a packed matrix reads: memory, where in it, and its shape; None for other nodes."""
+    if node.kind != "module" or not isinstance(node.what, PackedLinear) or node.kwargs or len(node.args) != 1:
+        return None
+    x = node.args[0]
+    return storage(x), x.storage_offset(), x.shape
+
+
 @dataclass(kw_only=True, eq=False)
 class Lowered:
     """A step that runs: `steps` one after the other, on the places of `inputs`, then `logits` is there.
@@ -68,7 +93,7 @@ class Lowering:
         self.fixed: dict[int, Tensor] = {}
         self.given = {storage(t): i for i, t in enumerate(trace.inputs)}
         self._fold()
-        nodes = live(self.running, logits)
+        nodes = side_by_side(live(self.running, logits))
         self.places = self._arrange(nodes, storage(logits))
         for node in nodes:
             self._emit(node)
