@@ -10,6 +10,7 @@ import pytest
 from support.paths import ROOT
 
 from trilobite.kernels.cpu import engine as cpu
+from trilobite.kernels.cpu import native
 
 SHIM = Path(__file__).parents[2] / "support" / "failing.c"
 PROGRAM = """
@@ -135,3 +136,22 @@ def test_threads_that_cannot_start(shim: Path) -> None:
 def test_memory_that_ends_on_any_thread(shim: Path) -> None:
     """Of the calling thread before and while others work, of one of the others, of all."""
     assert len(_run(shim, MEMORY).splitlines()) == 4
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
+@pytest.mark.parametrize("fault", ["of another version", "no library"])
+def test_a_library_that_does_not_suit_is_named(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line: without it models would only be slow."""
+    if fault == "no library":
+        (tmp_path / native.NAME).write_bytes(b"\x7fELF")
+        monkeypatch.setenv(native.VARIABLE, str(tmp_path / native.NAME))
+    else:
+        monkeypatch.setattr(native, "ABI", native.ABI + 1)
+    library, why = native.load()
+    assert library is None
+    assert "does not load" in why
+    (record,) = caplog.records
+    assert record.getMessage() == f"packed models run without the CPU engine, many times slower: {why}"
+    assert "\n" not in why

@@ -1,6 +1,7 @@
 """Finds and loads the shared object of csrc/ and declares its C interface (csrc/trilobite.h)."""
 
 import ctypes
+import logging
 import os
 import site
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from trilobite.errors import ResourceError, ShapeError
 
+log = logging.getLogger(__name__)
 NAME = "libtrilobite.so"
 VARIABLE = "TRILOBITE_LIBRARY"
 """Environment variable: path of another build of the library, for example one with sanitizers."""
@@ -196,11 +198,13 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and the reason why not."""
+    """The library, or None and the reason why not, which is logged where there is one that does not suit."""
     tried = [p for p in dict.fromkeys(_candidates()) if p.is_file()]
     if not tried:
         return None, f"{NAME} is not installed (no C++ compiler at install time?)"
     try:
         return _declare(ctypes.CDLL(str(tried[0]))), f"loaded {tried[0]}"
     except (OSError, AttributeError) as e:
-        return None, f"{tried[0]} does not load: {e}"
+        why = f"{tried[0]} does not load: {e}"
+        log.warning("packed models run without the CPU engine, many times slower: %s", why)
+        return None, why
