@@ -373,17 +373,34 @@ def test_speed_of_serving(run: Any, model: Path, tmp_path: Path) -> None:
 
 
 def test_speed_of_peers(run: Any, model: Path, tmp_path: Path) -> None:
-    """Beside a program that prints what llama-bench prints, in two tiers."""
-    bench = tmp_path / "llama-bench"
-    rows = [{"n_prompt": 8, "n_gen": 0, "avg_ts": 64.0}, {"n_prompt": 0, "n_gen": 4, "avg_ts": 16.0}]
-    bench.write_text(f"#!/bin/sh\necho '{json.dumps(rows)}'\n")
-    bench.chmod(0o755)
+    """Beside programs that print what llama.cpp's print, in two tiers."""
+    alone = [{"n_prompt": 8, "n_gen": 0, "avg_ts": 64.0}, {"n_prompt": 0, "n_gen": 4, "avg_ts": 16.0}]
+    for name, printed in (("bench", alone), ("batched-bench", {"pl": 2, "speed_tg": 24.0})):
+        program = tmp_path / f"llama-{name}"
+        program.write_text(f"#!/bin/sh\necho '{json.dumps(printed)}'\n")
+        program.chmod(0o755)
     packed_model = tmp_path / "packed"
     compress(str(model), packed_model, load_recipe("rtn3"))
-    options = ["--llama", f"avx2={bench}", bench, "--prompt", 8, "--tokens", 4, "--rounds", 1]
+    options = [
+        "--llama",
+        f"avx2={tmp_path}",
+        tmp_path,
+        "--prompt",
+        8,
+        "--tokens",
+        4,
+        "--texts",
+        2,
+        "--rounds",
+        1,
+    ]
     found = run(speed_of_peers, packed_model, "--gguf", "none", *options)["rows"]
-    assert [row["llama.cpp"]["tg"] for row in found] == [16.0, 16.0]
-    assert [row["llama.cpp"]["pp"] for row in found] == [64.0, 64.0]
+    for row in found:
+        probe = row["llama.cpp"].pop("probe")
+        assert row["llama.cpp"] == {"tg": 16.0, "tg 2": 24.0, "pp 8": 64.0}
+        assert probe > 0
     assert found[0]["tier"] in ("avx2", "neon", "scalar")
     assert found[1]["tier"] == engine.info()["tier"]
-    assert all(row[mode][what] > 0 for row in found for mode in ("exact", "int8") for what in ("tg", "pp"))
+    assert all(
+        row[mode][what] > 0 for row in found for mode in ("exact", "int8") for what in ("tg", "tg 2", "pp 8")
+    )
