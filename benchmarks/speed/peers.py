@@ -36,6 +36,8 @@ PEER = "llama.cpp"
 MODES = ("exact", "int8")
 PROBED = 512 << 20
 """Bytes that the probe reads."""
+WARM = 8
+"""Steps before those that are counted: in the first ones what is replayed afterwards is recorded and compared."""
 PROMPT = 16
 """Tokens of each text before those that are counted."""
 HEADER = ("model", "tier", "tokens/s", *MODES, PEER, *(f"{mode} / its" for mode in MODES), "probe GB/s")
@@ -46,7 +48,7 @@ def ours(model: Any, mode: str, options: argparse.Namespace) -> dict[str, float]
     """Tokens a second."""
     configure(model, CpuSettings(mode))
     vocabulary = model.config.vocab_size
-    model(torch.randint(vocabulary, (1, 16)), use_cache=True)
+    _steps(model, 1, None, WARM)
     found = {"tg": _steps(model, 1, None, options.tokens)}
     for texts in options.texts:
         cache = model(torch.randint(vocabulary, (texts, PROMPT)), use_cache=True).past_key_values
