@@ -167,13 +167,17 @@ const Tier &tier() {
 std::string better_tier() {
   Choice found[MOST_TIERS];
   const int n = choices(found), now = rank_of(tier().name);
-  std::string why;
-  for (int i = n - 1; i >= 0 && why.empty(); i--) {
+  const Choice *next = nullptr;  // that this machine has; else the first one that it has not
+  for (int i = n - 1; i >= 0; i--) {
     const Choice &c = found[i];
-    if (rank_of(c.tier->name) <= now) continue;
-    why = std::string(c.tier->name) + (c.lacks[0] ? " needs " : " is there, but TRILOBITE_ISA caps it");
-    for (int l = 0; l < 8 && c.lacks[l]; l++) why += std::string(l ? ", " : "") + c.lacks[l];
+    if (rank_of(c.tier->name) <= now || (next && c.lacks[0])) continue;
+    next = &c;
+    if (!c.lacks[0]) break;
   }
+  if (!next) return "";
+  std::string why =
+      std::string(next->tier->name) + (next->lacks[0] ? " needs " : " is there, but TRILOBITE_ISA caps it");
+  for (int l = 0; l < 8 && next->lacks[l]; l++) why += std::string(l ? ", " : "") + next->lacks[l];
   return why;
 }
 
