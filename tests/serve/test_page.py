@@ -42,7 +42,9 @@ def page(browser, server: Server) -> Iterator[Page]:
         lambda m: errors.append(m.text) if m.type == "error" and "status of" not in m.text else None,
     )
     found.goto(server.url)
-    playwright.expect(found).to_have_title("talking", timeout=30_000)  # before it knows the model, it shows nothing
+    playwright.expect(found).to_have_title(
+        "talking", timeout=30_000
+    )  # before it knows the model, it shows nothing
     found.get_by_text("Settings").click()
     found.get_by_label("Temperature").fill("0")
     found.get_by_label("Max tokens").fill("24")
