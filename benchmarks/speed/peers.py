@@ -48,6 +48,9 @@ def ours(model: Any, mode: str, options: argparse.Namespace) -> dict[str, float]
     """Tokens a second."""
     configure(model, CpuSettings(mode))
     vocabulary = model.config.vocab_size
+    model(
+        torch.randint(vocabulary, (1, options.prompt)), use_cache=True, logits_to_keep=1
+    )  # maps all experts
     _steps(model, 1, None, WARM)
     found = {"tg": _steps(model, 1, None, options.tokens)}
     for texts in options.texts:
