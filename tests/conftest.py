@@ -1,4 +1,9 @@
 import os
+
+# Before torch is imported, here and in the processes that tests start: several of them share a few cores, and a thread
+# that waits by spinning keeps the one that it waits for from running.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from pathlib import Path
 
 import pytest

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return call
 
 
-def test_speed(run: Any, tmp_path: Path) -> None:
+def test_speed(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translate, "installed", lambda: False)  # has a test of its own
     out, found = run(
         translate, "--batches", 1, 3, "--beams", 1, 2, "--sentences", 3, "--recipes", "int4", "--price", 2
     )
@@ -65,10 +67,15 @@ def test_without_ctranslate2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not dense_ctranslate2.installed(), reason="ctranslate2 is not installed")
-def test_a_dense_model_in_ctranslate2(run: Any) -> None:
-    _, found = run(translate, "--batches", 1, 3, "--beams", 2, "--sentences", 3, "--recipes", "int4")
+def test_a_dense_model_in_ctranslate2(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs"
+    pairs.write_text("\n".join(SOURCES) + "\n")
+    options = Namespace(batches=[1, 3], beams=[2], sentences=3, rounds=1, pairs=[pairs, pairs], work=tmp_path)
+    options.model = save(tmp_path / "model", partial(switch, 2))
+    found = translate.Found()
+    translate.Bench(options).ctranslate2(found, lambda _: None)
     for name in ("CTranslate2, dense, fp32", "CTranslate2, dense, int8"):
-        assert [count for *_, count in found["cells"][name]] == [3, 3]
+        assert [count for *_, count in found.cells[name]] == [3, 3]
 
 
 def test_quality(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
