@@ -501,20 +501,20 @@ def test_a_capture_that_fails_leaves_the_stream(monkeypatch: pytest.MonkeyPatch)
     assert streams[-1] == "ours"
 
 
-@pytest.mark.parametrize("arch", ["80", "90"])
-def test_kernels_compile_ahead_of_time(arch: str, tmp_path: Path) -> None:
-    """Some of the variants that benchmarks/gpu/compile.py compiles, for a GPU that is not here; none may spill."""
+def test_kernels_compile_ahead_of_time(tmp_path: Path) -> None:
+    """Some of the variants that benchmarks/gpu/compile.py compiles, for GPUs that are not here; none may spill."""
     code = (
         "import torch\nfrom benchmarks.gpu import compile as g\n"
-        "first = {}\n"
-        "for fmt, rank in (('int3-g64', 0), ('e8p-2', 2)):\n"
-        f"    for v in g.record({arch!r}, g.parse_format(fmt), rank, 'int3', torch.bfloat16):\n"
-        "        first.setdefault(v.kernel, v)\n"
-        "assert set(first) == set(g.KERNELS), sorted(first)\n"
-        "for name in ('product', 'gate_up', 'combine', 'spin', 'lattice_product'):\n"
-        f"    r = g.compile_one(first[name], {arch!r}); print(name, r)\n"
-        "    assert r.spilled == 0 and r.shared < 99 * 1024, r\n"
-        "    assert name in ('combine', 'spin') or 1 < r.per_weight < 5, r\n"
+        "for arch in ('80', '90'):\n"
+        "    first = {}\n"
+        "    for fmt, rank in (('int3-g64', 0), ('e8p-2', 2)):\n"
+        "        for v in g.record(arch, g.parse_format(fmt), rank, 'int3', torch.bfloat16):\n"
+        "            first.setdefault(v.kernel, v)\n"
+        "    assert set(first) == set(g.KERNELS), sorted(first)\n"
+        "    for name in ('product', 'gate_up', 'combine', 'spin', 'lattice_product'):\n"
+        "        r = g.compile_one(first[name], arch); print(name, r)\n"
+        "        assert r.spilled == 0 and r.shared < 99 * 1024, r\n"
+        "        assert name in ('combine', 'spin') or 1 < r.per_weight < 5, r\n"
     )
     run_compiler(code, tmp_path)
 
@@ -574,7 +574,7 @@ def test_compiled_kernels_agree_with_the_reference(arch: str, tokens: str, tmp_p
 import sys
 from benchmarks.gpu import emulate as gpu_emulate
 if __name__ == "__main__":
-    sys.argv[1:] = ["--quick", "--arch", "{arch}", "--tokens", "{tokens}", "--jobs", "2"]
+    sys.argv[1:] = ["--quick", "--arch", "{arch}", "--tokens", "{tokens}", "--jobs", "1"]
     gpu_emulate.main()
 """
     found = json.loads(run_compiler(code, tmp_path).splitlines()[-1])
