@@ -16,11 +16,12 @@ random weights beside a Switch model, of the size that a token meets in that.
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,6 +49,8 @@ PRUNINGS: dict[str, Pruning] = {"": "off", ", pruned": "compact", ", index E": "
 Cells = dict[str, list[list[float]]]
 """Variant -> for every number of beams and batch size, in this order: seconds, tokens, sentences."""
 ORIGINAL = "16 bit"
+OURS = {"OMP_WAIT_POLICY": "passive"}
+"""What the command line sets, and others do not."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,11 @@ class Found:
         self.bytes[name], self.peak[name] = size, max(peak, self.peak.get(name, 0))
 
 
-def in_a_process(module: str, *arguments: object, job: str = "") -> Any:
-    """The object that a module prints as its last line."""
+def in_a_process(module: str, *arguments: object, job: str = "", environment: Mapping[str, str] = {}) -> Any:
+    """The object that a module prints as its last line. environment: what is set there beside what is here."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    made = subprocess.run(command, input=job, text=True, capture_output=True, check=False)
+    there = {**os.environ, **environment}
+    made = subprocess.run(command, input=job, text=True, capture_output=True, check=False, env=there)
     if made.returncode:
         raise SystemExit(made.stderr)
     return json.loads(made.stdout.splitlines()[-1])
@@ -195,7 +199,7 @@ def _measure_each(
         bench.ctranslate2(found, say)
     for name in folders:
         say(name)
-        made = in_a_process("benchmarks.speed.translate", *arguments, "--one", name)
+        made = in_a_process("benchmarks.speed.translate", *arguments, "--one", name, environment=OURS)
         for suffix, cells in made["cells"].items():
             found.add(name + suffix, cells, made["bytes"], made["peak"])
 

@@ -38,9 +38,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 def test_speed(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(translate, "installed", lambda: False)  # has a test of its own
-    out, found = run(
-        translate, "--batches", 1, 3, "--beams", 1, 2, "--sentences", 3, "--recipes", "int4", "--price", 2
-    )
+    options = ("--batches", 1, 3, "--beams", 1, 2, "--sentences", 3, "--rounds", 1, "--recipes", "int4")
+    out, found = run(translate, *options, "--price", 2)
     assert list(found["cells"])[:2] == ["transformers fp32", "transformers bf16"]
     assert all(100e6 < found["peak"][name] < 4e9 for name in found["cells"])
     assert "peak, MB" in out

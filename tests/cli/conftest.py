@@ -1,17 +1,14 @@
 """The command line on a tiny random Mixtral, called in this process."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.architectures import build_checkpoint
-from support.commands import TEXT, Left, Outcome, Run
+from support.commands import TEXT, Run, in_this_process
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trilobite import cli
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 
@@ -19,24 +16,7 @@ from trilobite.recipe import load_recipe
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Call `trilobite ...` in this process."""
-
-    def leave(status: int) -> None:
-        raise Left(status)
-
-    def call(*args: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["trilobite", *map(str, args)])
-        monkeypatch.setattr(os, "_exit", leave)
-        status: object = 0
-        try:
-            cli.main()
-        except Left as e:
-            status = e.args[0]
-        except SystemExit as e:
-            status = e.code or 0
-        captured = capsys.readouterr()
-        return Outcome(int(str(status)), captured.out, captured.err)
-
-    return call
+    return in_this_process(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -111,6 +111,29 @@ def test_bodies(http: httpx.Client) -> None:
     assert http.post("/v1/completions", content=parts, headers=kind).status_code == 413
 
 
+@pytest.mark.parametrize("length", ["Content-Length: 4000000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize(("key", "status"), [("secret", 413), ("wrong", 401)])
+def test_who_still_sends_reads_why_it_was_refused(
+    http: httpx.Client, length: str, key: str, status: int
+) -> None:
+    """All of a large body is taken off the line: else closing would reset it, and the answer would be lost."""
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\n{length}\r\n\r\n"
+    )
+    part = b"F4240\r\n" + b"a" * 1_000_000 + b"\r\n" if "chunked" in length else b"a" * 1_000_000
+    with socket.create_connection((http.base_url.host, http.base_url.port), timeout=30) as s:
+        s.sendall(head.encode())
+        for _ in range(4):
+            s.sendall(part)
+            time.sleep(0.1)
+        if "chunked" in length:
+            s.sendall(b"0\r\n\r\n")
+        answer = b"".join(iter(lambda: s.recv(65536), b""))
+    assert answer.startswith(f"HTTP/1.1 {status}".encode())
+    assert answer.endswith(b"}}")
+
+
 def test_who_hangs_up_frees_the_slot(http: httpx.Client) -> None:
     for stream in (True, False):
         before = figure(http, "generated_tokens_total")

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from support.commands import in_this_process
 
 import trilobite
 from tools.serving import TINY, serving
@@ -33,6 +35,20 @@ def refused(*options: object) -> str:
     return line
 
 
+@pytest.fixture
+def refused_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The same without a process of its own."""
+    run = in_this_process(monkeypatch, capsys)
+
+    def call(*options: object) -> str:
+        ended = run("serve", "--port", "0", *options)
+        assert ended.status == 1
+        (line,) = ended.err.splitlines()
+        return line
+
+    return call
+
+
 def test_sigterm_finishes_what_runs() -> None:
     with serving(TINY) as server:
         answers = []
@@ -50,15 +66,15 @@ def test_sigterm_finishes_what_runs() -> None:
         assert server.process.stderr.read() == "ended\n"
 
 
-def test_a_port_in_use() -> None:
+def test_a_port_in_use(refused_here: Callable[..., str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        line = refused(TINY, "--port", other.getsockname()[1])
+        line = refused_here(TINY, "--port", other.getsockname()[1])
     assert "in use" in line
     assert "--port" in line
 
 
-def test_too_much_context() -> None:
-    assert "made for 512" in refused(TINY, "--context", 1024)
+def test_too_much_context(refused_here: Callable[..., str]) -> None:
+    assert "made for 512" in refused_here(TINY, "--context", 1024)
 
 
 def test_memory_holds_the_pages_of_all_texts(packed: Path) -> None:
@@ -99,8 +115,8 @@ def test_pages_beyond_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         pages.make_pages(model, 8, 100)
 
 
-def test_other_machines() -> None:
-    assert "--api-key" in refused(TINY, "--host", "0.0.0.0")
+def test_other_machines(refused_here: Callable[..., str]) -> None:
+    assert "--api-key" in refused_here(TINY, "--host", "0.0.0.0")
 
 
 def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ OPEN = ("/", "/health")
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BODY_SECONDS = 30.0
 """A body that comes more slowly is not waited for."""
+LINGER_SECONDS = 2.0
+"""The rest of a body that is refused is read, and dropped, for so long."""
 RETRY_SECONDS = 2
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -54,15 +56,16 @@ class Guard:
         noted = _Noted(
             send, lambda status: self.metrics.requests.labels(path if known else "other", status).inc()
         )
+        incoming = _Incoming(receive)
         try:
             self._check(scope)
-            body = await self._body(scope, receive)
+            body = await self._body(scope, incoming)
             if path in ANSWERING and scope["method"] == "POST":
                 await self._answer(scope, body, receive, noted)
             else:
                 await self.app(scope, _Replay(body), noted)
         except Refused as e:
-            await refuse(noted, e)
+            await refuse(noted, e, incoming)
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
@@ -82,13 +85,13 @@ class Guard:
         if scope["method"] == "POST" and kind != b"application/json":
             raise Refused(415, "expected Content-Type: application/json")
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, incoming: "_Incoming") -> bytes:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         most = self.settings.body
         if length.isdigit() and int(length) > most:
             raise Refused(413, f"the body has {int(length)} bytes, this server takes {most}")
         try:
-            return await asyncio.wait_for(_received(receive, most), BODY_SECONDS)
+            return await asyncio.wait_for(incoming.read(most), BODY_SECONDS)
         except asyncio.TimeoutError:
             raise Refused(408, f"the body did not come within {BODY_SECONDS:.0f} s") from None
 
@@ -121,32 +124,25 @@ class Guard:
             CALL.reset(token)
 
 
-async def refuse(send: Send, error: Refused) -> None:
+async def refuse(send: Send, error: Refused, incoming: "_Incoming") -> None:
     """Answer with an error as OpenAI's clients read it."""
     body = json.dumps(error_body(error.status, str(error))).encode()
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close"), *error.headers]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *error.headers,
+    ]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    await incoming.drop()
+    await send({"type": "http.response.body", "body": b""})
 
 
 def error_body(status: int, message: str) -> dict[str, dict[str, object]]:
     """What every error says."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": status, "param": None}}
-
-
-async def _received(receive: Receive, most: int) -> bytes:
-    parts: list[bytes] = []
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused(400, "the client went away")
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-        if sum(map(len, parts)) > most:
-            raise Refused(413, f"the body is larger than {most} bytes")
-    return b"".join(parts)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -157,6 +153,39 @@ async def _disconnected(receive: Receive) -> None:
 def _name(host: str) -> str:
     """`localhost:8000` -> localhost, `[::1]:8000` -> ::1."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+class _Incoming:
+    """A body as it comes."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.receive, self.more = receive, True
+
+    async def _part(self) -> bytes:
+        message = await self.receive()
+        self.more = message.get("more_body", False)
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "the client went away")
+        part: bytes = message.get("body", b"")
+        return part
+
+    async def read(self, most: int) -> bytes:
+        """All of it. most: bytes; raises Refused for more."""
+        parts: list[bytes] = []
+        while self.more:
+            parts.append(await self._part())
+            if sum(map(len, parts)) > most:
+                raise Refused(413, f"the body is larger than {most} bytes")
+        return b"".join(parts)
+
+    async def drop(self) -> None:
+        """The rest, for a while: where unread bytes are left, closing resets the connection, and the answer is lost."""
+        with suppress(asyncio.TimeoutError, Refused):
+            await asyncio.wait_for(self._drop(), LINGER_SECONDS)
+
+    async def _drop(self) -> None:
+        while self.more:
+            await self._part()
 
 
 class _Replay:

@@ -171,22 +171,22 @@ def test_the_gpu_layout_in_slots(packed: Callable[..., Path], recipe: str, ram: 
     generator = torch.Generator().manual_seed(0)
     from trilobite.kernels import ops
 
-    for layer, whole in zip(moe_layers(model), moe_layers(load(str(path))), strict=True):
+    layers = zip(moe_layers(model), moe_layers(load(str(path))), (1, 9), strict=True)
+    for layer, whole, tokens in layers:
         module, resident = layer.experts, whole.experts
         rows = [[None if m is None else m.packed() for m in row] for row in resident.matrices()]  # type: ignore[operator]
         pack = ops.repack(rows)
-        for tokens in (1, 9):
-            x = torch.randn(tokens, 64, generator=generator)
-            index = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(tokens)])
-            weights = torch.rand(tokens, 2, generator=generator)
-            expected = ops.experts(
-                x,
-                index,
-                weights,
-                resident.layer(pack.slab, pack.table, pack.codings),  # type: ignore[operator]
-            )
-            with torch.inference_mode(tokens == 1):  # what was made in it is used outside of it
-                assert torch.equal(module(x, index, weights), expected)
+        x = torch.randn(tokens, 64, generator=generator)
+        index = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(tokens)])
+        weights = torch.rand(tokens, 2, generator=generator)
+        expected = ops.experts(
+            x,
+            index,
+            weights,
+            resident.layer(pack.slab, pack.table, pack.codings),  # type: ignore[operator]
+        )
+        with torch.inference_mode(tokens == 1):  # what was made in it is used outside of it
+            assert torch.equal(module(x, index, weights), expected)
     assert cache.counters.misses > 0
     cache.close()
 
