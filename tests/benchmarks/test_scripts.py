@@ -50,6 +50,7 @@ from trilobite.quantize.calibrate import sampled
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.load import load, load_tokenizer
+from trilobite.runtime.offload import misses
 from trilobite.runtime.offload.copies import HostCopies
 
 CONTEXT = 32
@@ -197,6 +198,8 @@ def test_offloading_to_a_gpu(
     monkeypatch.setattr(gpu_offload.Real, "make_engine", lambda _: HostCopies())
     monkeypatch.setattr(gpu_offload, "ROUNDS", 1)
     monkeypatch.setattr(offload_gpu, "WARM", 1)
+    monkeypatch.setattr(misses, "ROUNDS", 1)
+    monkeypatch.setattr(misses, "TOKENS", (1, 4))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     rows = run(gpu_offload, *streamable, "--shares", 80, "--tokens", 2)["rows"]
     assert {row["variant"] for row in rows} == set(offload_gpu.VARIANTS)
