@@ -35,6 +35,7 @@ from benchmarks.lib.plain_translation import padded
 from benchmarks.lib.recipes import with_method
 from benchmarks.lib.script import add_output, add_page, add_work, parser, publish
 from benchmarks.lib.translating import TEST, counted, routed_like, spread_batches, write_nllb
+from trilobite.cli.threads import BRIEFLY
 from trilobite.errors import EvaluationError
 from trilobite.models.pairs import read_parallel
 from trilobite.quantize.run.compress import compress
@@ -49,8 +50,6 @@ PRUNINGS: dict[str, Pruning] = {"": "off", ", pruned": "compact", ", index E": "
 Cells = dict[str, list[list[float]]]
 """Variant -> for every number of beams and batch size, in this order: seconds, tokens, sentences."""
 ORIGINAL = "16 bit"
-OURS = {"OMP_WAIT_POLICY": "passive"}
-"""What the command line sets, and others do not."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def _measure_each(
         bench.ctranslate2(found, say)
     for name in folders:
         say(name)
-        made = in_a_process("benchmarks.speed.translate", *arguments, "--one", name, environment=OURS)
+        made = in_a_process("benchmarks.speed.translate", *arguments, "--one", name, environment=BRIEFLY)
         for suffix, cells in made["cells"].items():
             found.add(name + suffix, cells, made["bytes"], made["peak"])
 

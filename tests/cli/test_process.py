@@ -68,6 +68,44 @@ def test_signals_are_answered_before_anything_slow_is_imported() -> None:
     assert "yaml" not in maps
 
 
+WATCHED = """
+import os, sys
+
+class Watch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            print("torch", *(os.environ.get(n) for n in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")), file=sys.stderr)
+
+sys.meta_path.insert(0, Watch())
+from trilobite.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("generate nowhere hello", "torch passive None"),
+        ("translate nowhere", "torch passive 10000"),
+        ("eval nowhere --translation a.en a.de", "torch passive 10000"),
+    ],
+)
+def test_how_threads_wait_is_said_before_torch_is_there(command: str, said: str) -> None:
+    """A translation is mostly torch's small operators, whose threads stay awake between them."""
+    there = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, *command.split()],
+        input="",
+        capture_output=True,
+        text=True,
+        env=there,
+        check=False,
+    )
+    assert said in done.stderr
+    assert done.returncode == 1
+
+
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, original: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The command line: its commands, one module for each group of them, and what their errors become."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -23,6 +22,7 @@ from trilobite.cli import (
     verify,
 )
 from trilobite.cli.streams import fail, standard_streams
+from trilobite.cli.threads import sleep_at_once
 from trilobite.errors import TrilobiteError, refuse_exhausted
 
 app = typer.Typer(
@@ -89,8 +89,7 @@ def main() -> None:
 
     Signals end it with 130 (Ctrl-C) or 143 (SIGTERM): `trilobite.signals`.
     """
-    # torch's idle threads spin for milliseconds by default, on the cores where the CPU engine wants to go on.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sleep_at_once()
     try:
         with standard_streams(), _within_the_system():
             app(prog_name="trilobite")

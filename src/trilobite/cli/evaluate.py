@@ -18,6 +18,7 @@ from trilobite.cli.options import (
     usable_device,
 )
 from trilobite.cli.run import ModelArgument
+from trilobite.cli.threads import wait_briefly
 from trilobite.cli.translate import BeamsOption, FromOption, ToOption
 from trilobite.errors import EvaluationError
 
@@ -107,6 +108,8 @@ def evaluate(
         check_destination(Path(model))
     if translation is None and (to or source):
         raise typer.BadParameter(f"--{'to' if to else 'from'} goes with --translation")
+    if translation:
+        wait_briefly()
     from trilobite import load
     from trilobite.evaluate.measure import default_context, fitting_batch, score_file
     from trilobite.evaluate.tasks import deviations, load_tasks, run_tasks

@@ -13,6 +13,7 @@ from trilobite.cli.console import Progress, note, quiet
 from trilobite.cli.memory import GpuMemoryOption, MemoryOption, load_within, place_of
 from trilobite.cli.options import ActivationsOption, DeviceOption, usable_device
 from trilobite.cli.run import ModelArgument
+from trilobite.cli.threads import wait_briefly
 from trilobite.errors import DestinationError
 from trilobite.signals import tell_state
 
@@ -105,6 +106,7 @@ def translate(
     \b
     Example: trilobite translate nllb-moe-3bit --from en --to de --beams 5 < in.txt > out.txt
     """
+    wait_briefly()
     from trilobite.runtime.load import load_tokenizer
     from trilobite.runtime.translate.translator import Search, Translator
 
