@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny-moe"
 TEMPLATE = (
@@ -41,6 +43,15 @@ def talking_model(folder: Path) -> Path:
     shutil.copytree(TINY, folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return folder
+
+
+def model_in_float32(folder: Path) -> Path:
+    """The bundled model in float32: in bfloat16 the two best logits are often the same, and rounding decides."""
+    shutil.copytree(TINY, folder)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    save_file({name: t.float() for name, t in load_file(weights).items()}, weights, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}))
     return folder
 
 
