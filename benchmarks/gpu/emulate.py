@@ -34,6 +34,7 @@ WIDE = (("int3-g64", 20), ("e8p-3", 20))
 """Formats that are run with several steps over K, too."""
 QUICK = (("int3-g64", 5), ("e8p-2", 0))
 SIZES = {"rows": 80, "experts": 4, "intermediate": 128}
+QUICK_SIZES = {"rows": 48, "experts": 3, "intermediate": 64}
 STDERR = Console(stderr=True)
 
 
@@ -57,12 +58,13 @@ class Outcome:
 
 
 def cases(quick: bool, tokens: tuple[int, ...]) -> list[Case]:
-    """The largest first. quick: two formats, a small K."""
+    """The largest first. quick: two formats, small matrices."""
     narrow, wide = COLUMNS
     layers = (
         [(f, 192) for f in QUICK] if quick else [(f, narrow) for f in FORMATS] + [(f, wide) for f in WIDE]
     )
-    checks = [Check(format=f, rank=r, k=k, device=CPU, **SIZES) for (f, r), k in layers]
+    sizes = QUICK_SIZES if quick else SIZES
+    checks = [Check(format=f, rank=r, k=k, device=CPU, **sizes) for (f, r), k in layers]
     found = [Case(check=c, operator=o, tokens=t) for c in checks for o in LIMITS for t in tokens]
     return sorted(found, key=lambda case: -case.tokens)
 
