@@ -52,9 +52,8 @@ def layer(fmt: str, rank: int = 0) -> list[tuple[PackedWeight | None, PackedWeig
     ]
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("fmt", "form"), [*(("int3-g32", form) for form in FORMS), ("e8p-3", "factored")])
-def test_values_that_are_not_finite_stay_with_their_token(fmt: str, form: str, bad: float) -> None:
+def test_values_that_are_not_finite_stay_with_their_token(fmt: str, form: str) -> None:
     weights, index = layer(fmt, rank=5), torch.tensor([[0, 1], [1, 2], [2, 0], [3, 1]])
     packed, tile = gpu_layer(weights), FORMS[form]
     x = torch.randn(4, H, generator=torch.Generator().manual_seed(0))
@@ -69,10 +68,10 @@ def test_values_that_are_not_finite_stay_with_their_token(fmt: str, form: str, b
     with forcing(tiles):
         good = ops.experts(x, index, share, packed)
         assert relative_error(good, expected) < 1e-5
-        x[1, 3] = bad
+        x[1, 3], x[2, 0] = torch.nan, torch.inf
         y = ops.experts(x, index, share, packed)
-    assert not y[1].isfinite().any()
-    assert torch.equal(y[[0, 2, 3]], good[[0, 2, 3]])
+    assert not y[[1, 2]].isfinite().any()
+    assert torch.equal(y[[0, 3]], good[[0, 3]])
 
 
 @pytest.mark.parametrize("fmt", ["int3-g64", "e8p-2"])
