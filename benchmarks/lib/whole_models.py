@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,29 @@ def _config(name: str) -> tuple[Any, str]:
             tie_word_embeddings=False,
         )
         return config, "Qwen3-30B-A3B shape, 4 layers"
+    if name == "deepseek-v2":
+        config = AutoConfig.for_model(
+            "deepseek_v2",
+            vocab_size=32000,
+            hidden_size=2048,
+            intermediate_size=10944,
+            moe_intermediate_size=1408,
+            num_hidden_layers=2,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            first_k_dense_replace=1,
+            tie_word_embeddings=False,
+            max_position_embeddings=32768,
+        )
+        return config, "DeepSeek-V2-Lite shape, 2 layers"
     config = AutoConfig.for_model(
         "deepseek",
         vocab_size=32000,
@@ -76,9 +99,9 @@ def make_checkpoint(config: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def packed_models() -> Iterator[tuple[str, Path]]:
+def packed_models(names: Sequence[str] = ("mixtral", "deepseek")) -> Iterator[tuple[str, Path]]:
     """Name and folder of each whole model; the folder is gone when the next one is asked for."""
-    for name in ("mixtral", "deepseek"):
+    for name in names:
         config, title = _config(name)
         with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
             source, packed = Path(folder, "source"), Path(folder, "packed")

@@ -37,7 +37,7 @@ from benchmarks.quality import (
     sensitivity,
     tasks,
 )
-from benchmarks.speed import calibrated_cost, offload_gpu, planned_token
+from benchmarks.speed import calibrated_cost, latents, offload_gpu, planned_token
 from benchmarks.speed import compress as speed_of_compress
 from benchmarks.speed import peers as speed_of_peers
 from benchmarks.speed import planned as speed_of_planned
@@ -315,6 +315,16 @@ def test_one_token_of_planned_recipes(run: Any, model: Path, monkeypatch: pytest
     tiny = ExpertsShape(name="tiny", experts=4, active=2, hidden=256, intermediate=512)
     monkeypatch.setattr(planned_token, "MIXTRAL", tiny)
     assert run(planned_token, "--model", model, "--bits", 3.4, "--rounds", 1)["mean"]["exact"] > 0
+
+
+@pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
+def test_steps_over_latents(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_checkpoint("deepseek_v2", tmp_path / "original", dtype=torch.bfloat16)
+    compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
+    monkeypatch.setattr(latents, "packed_models", lambda names: [(names[0], tmp_path / "packed")])
+    rows = run(latents, "--tokens", 20, 40, "--rounds", 1, "--steps", 2)["latents"]
+    assert [row["tokens"] for row in rows] == [20, 40]
+    assert min(row[way] for row in rows for way in latents.WAYS) > 0
 
 
 def test_speed_of_planned_recipes(

@@ -9,6 +9,7 @@ find comes out of it; A and B are the two halves of `kv_b_proj`.
 import inspect
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,8 @@ class Latents:
 
     def __init__(self, module: nn.Module, wanted: str) -> None:
         """Of one module."""
-        self.module, self.wanted = module, wanted
+        self.module: Any = module
+        self.wanted = wanted
         self.binding: Binding[Halves] | None = None
         self.left: weakref.ref[Tensor] | None = None
 
@@ -88,7 +90,7 @@ class Latents:
 
     def query(self, query: Tensor, halves: Halves) -> Tensor:
         """[B, heads, 1, nope + rope] -> [B, heads, 1, rank + rope]."""
-        nope, rope = query.split((self.module.qk_nope_head_dim, self.module.qk_rope_head_dim), -1)
+        nope, rope = torch.split(query, [self.module.qk_nope_head_dim, self.module.qk_rope_head_dim], -1)
         into = dense_heads(nope[:, :, 0].transpose(0, 1).contiguous(), halves.into)
         return torch.cat((into.transpose(0, 1)[:, :, None], rope), -1)
 
