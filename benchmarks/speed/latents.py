@@ -20,7 +20,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.lib.markdown import table
-from benchmarks.lib.script import add_output, add_page, parser, publish
+from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
 from benchmarks.lib.whole_models import packed_models, step_bytes
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.runtime.load import load
@@ -80,6 +80,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=4, help="of a round, each way")
     options.add_argument("--rounds", type=int, default=3)
     add_page(options, MARKER)
+    add_machine(options)
     add_output(options)
     args = options.parse_args()
     rows, summary = [], []
@@ -95,7 +96,13 @@ def main() -> None:
             rows.append((f"{tokens:,}", *shown, f"{bound:.1f}", f"{share:.0%}", f"{found['probe']:.1f}"))
             print("  ".join(rows[-1]), flush=True)
             summary.append({"model": title, "tokens": tokens, "bound": bound, **found})
-    publish(table(HEADER, rows), {"latents": summary}, page=args.page, marker=MARKER, output=args.output)
+    publish(
+        table(HEADER, rows),
+        {"latents": summary},
+        page=args.page,
+        marker=of_machine(MARKER, args.machine),
+        output=args.output,
+    )
 
 
 if __name__ == "__main__":
