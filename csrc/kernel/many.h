@@ -154,6 +154,7 @@ static void digits_many(const Matrix &m, int64_t band, int bands, const Digits &
 static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *) {
   if constexpr (Isa::FORM != Form::BYTES)
     if (x.parts) return all_bands_many<0, 0>(m, band, bands, x, out, ld);
+  if (rows_short(m, band, bands, x, out)) return;
   if (x.seg < BLOCK || x.count < Isa::MANY) return rows_few(m, band, bands, x, out, ld);
   if (x.digits == TRILOBITE_INT8) digits_many<1>(m, band, bands, x, out, ld);
   else digits_many<3>(m, band, bands, x, out, ld);
