@@ -199,7 +199,7 @@ TRILOBITE_API int trilobite_step(const trilobite_step_node *nodes, int64_t count
 // The last error of the calling thread, one line.
 TRILOBITE_API const char *trilobite_error(void);
 
-// Name of the tier in use ("scalar", "neon", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16",
+// Name of the tier in use ("scalar", "neon", "neon_i8mm", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16",
 // "amx"); TRILOBITE_ISA caps it.
 TRILOBITE_API const char *trilobite_tier(void);
 

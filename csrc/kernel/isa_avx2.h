@@ -3,7 +3,8 @@
 #define UNROLL _Pragma("GCC unroll 8")
 struct Isa {
   static constexpr int TOKENS_AT_ONCE = 2;
-  static constexpr int STREAMS = 1;  // bands that one token reads at a time
+  static constexpr int STREAMS = 1;        // bands that one token reads at a time
+  static constexpr bool MATRICES = false;  // products of two rows and two tokens (isa_neon.h)
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__

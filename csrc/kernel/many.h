@@ -52,6 +52,27 @@ static void multiply_parts(const Segment<NB> &p, const Digits &x, int block, int
   add_products<NT, NB>(p, acc, x.sum_block(block) + s * rows + first, out, ld);
 }
 
+// The sums of `multiply_digits` where an instruction multiplies two rows and two tokens; codes are interleaved. V: not every
+// Isa has it.
+template <int D, int NT, int NB, typename V = Isa>
+static inline void sum_pairs(const Segment<NB> &p, const int8_t *q, int64_t digit, int seg, Isa::Ints acc[NB][NT][D]) {
+  for (int n = 0; n < NB; n++)
+    for (int t = 0; t < NT; t += 2) {
+      const int8_t *x = q + t * seg, *y = q + (t + 1 < NT ? t + 1 : t) * seg;
+      typename V::Pairs sums[D];
+      for (int d = 0; d < D; d++) sums[d] = V::no_pairs();
+      for (int c = 0; c < seg; c += 8) {
+        decltype(V::eight_of_two(x, y)) digits[D];
+        UNROLL for (int d = 0; d < D; d++) digits[d] = V::eight_of_two(x + d * digit + c, y + d * digit + c);
+        V::template dot_pairs<D>(sums, p.codes[n] + c * ROWS, digits);
+      }
+      for (int d = 0; d < D; d++) {
+        acc[n][t][d] = V::of_token(sums[d], false);
+        if (t + 1 < NT) acc[n][t + 1][d] = V::of_token(sums[d], true);
+      }
+    }
+}
+
 template <int KIND, int D, int NT, int NB>
 static void multiply_digits(const Segment<NB> &p, const Digits &x, int block, int64_t s, int first, float *out,
                             int64_t ld) {
@@ -62,7 +83,8 @@ static void multiply_digits(const Segment<NB> &p, const Digits &x, int block, in
   for (int n = 0; n < NB; n++)
     for (int t = 0; t < NT; t++)
       for (int d = 0; d < D; d++) acc[n][t][d] = Isa::zero();
-  for (int c = 0; c < seg; c += 4) {
+  if constexpr (Isa::MATRICES) sum_pairs<D, NT, NB>(p, q, digit, seg, acc);
+  for (int c = 0; !Isa::MATRICES && c < seg; c += 4) {
     Isa::Bytes codes[NB];
     UNROLL for (int n = 0; n < NB; n++) codes[n] = Isa::load(p.codes[n] + c * ROWS);
     UNROLL for (int t = 0; t < NT; t++) {
@@ -110,6 +132,10 @@ template <int KIND, int D, int NB> struct Product {
   }
 };
 
+template <int NB, typename V = Isa> static inline void interleave(Segment<NB> &p, int n, int seg) {
+  for (int c = 0; c < seg; c += 8) V::interleave(p.codes[n] + c * ROWS);
+}
+
 template <int KIND, int D, int NB>
 static void bands_many(const Matrix &m, int64_t band, const Digits &x, int from, int to, float *out, int64_t ld) {
   constexpr Form FORM = D ? Form::BYTES : Isa::FORM;
@@ -123,6 +149,7 @@ static void bands_many(const Matrix &m, int64_t band, const Digits &x, int from,
     for (int n = 0; n < NB; n++) {
       const uint8_t *at = tile + n * stride + group * m.tile_bytes;
       decode_columns<FORM, PANEL_NEAR>(m, at, into * x.seg, x.seg, p.codes[n]);
+      if constexpr (Isa::MATRICES) interleave<NB>(p, n, x.seg);
       __builtin_prefetch(at + m.code_bytes + PANEL_NEAR, 0, 3);
       if (into == 0) p.w[n] = read_affine(m, at + m.code_bytes, band + n, group);
     }
