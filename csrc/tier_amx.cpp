@@ -15,7 +15,6 @@ namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/decode.h"
 #include "kernel/digits.h"
 #include "kernel/rows.h"
-#include "kernel/short.h"
 #include "kernel/panel.h"
 #include "kernel/amx.h"
 constexpr auto rows_tier = rows_amx;

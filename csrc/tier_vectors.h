@@ -15,8 +15,8 @@ namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/decode.h"
 #include "kernel/digits.h"
 #include "kernel/rows.h"
-#include "kernel/short.h"
 #include "kernel/panel.h"
+#include "kernel/short.h"
 #include "kernel/many.h"
 constexpr auto rows_tier = rows_vectors;
 #include "kernel/low_rank.h"

@@ -1,5 +1,5 @@
-// One token, where a product of bytes is two sums of two in 16 bits: those of a whole segment, or of a group under
-// super-scales, are added up in 16 bits, and only then widened to 32. Under super-scales codes are multiplied as they are,
+// One token, or two or three in turn, where a product of bytes is two sums of two in 16 bits: those of a whole segment, or
+// of a group under super-scales, are added up in 16 bits, and only then widened to 32. Under super-scales codes are multiplied as they are,
 // the sum of a group by its scale, and its offset by the sum of its digits. Both make the integers, and so the bits of
 // results, that rows.h makes.
 
@@ -11,10 +11,10 @@ template <int D, int SEG, int SUB, typename V = Isa> struct DigitSums {
   int16_t of[D][4];
   int32_t bias[D];
 
-  DigitSums(const int8_t *q, int group) {
+  DigitSums(const int8_t *q, int64_t digit, int group) {
     UNROLL for (int d = 0; d < D; d++) {
       int64_t eight[SEG / 8], all = 0;
-      UNROLL for (int i = 0; i < SEG; i += 32) V::sum_digits(q + d * SEG + i, eight + i / 8);
+      UNROLL for (int i = 0; i < SEG; i += 32) V::sum_digits(q + d * digit + i, eight + i / 8);
       of[d][0] = of[d][1] = 0;
       UNROLL for (int j = 0; j < SEG / SUB; j++) {
         int64_t sum = 0;
@@ -30,12 +30,13 @@ template <int D, int SEG, int SUB, typename V = Isa> struct DigitSums {
 // Steps AT and on of a segment: sums of RUN steps in `run`, then widened in `a`, times the scale of a group if it has one.
 template <int KIND, int D, int SEG, int SUB, int AT, typename V = Isa>
 __attribute__((always_inline)) static inline void short_steps(Isa::Ints a[D], Isa::Bytes run[D], const uint8_t *codes,
-                                                              const int8_t *q, const Sub &sub, int group) {
+                                                              const int8_t *q, int64_t digit, const Sub &sub,
+                                                              int group) {
   // At most 2 * 7 * 128 or 2 * 15 * 128 a step.
   constexpr int BITS = stored_bits<KIND>(), RUN = SUB ? SUB / 4 : BITS < 4 ? 16 : 8;
   const Isa::Bytes c = decode_step<BITS, AT % 8>(codes + AT / 8 * BITS * 64);
   UNROLL for (int d = 0; d < D; d++) {
-    const Isa::Bytes p = V::short_dot(c, Isa::quad(q + d * SEG + 4 * AT));
+    const Isa::Bytes p = V::short_dot(c, Isa::quad(q + d * digit + 4 * AT));
     run[d] = AT % RUN ? V::add_shorts(run[d], p) : p;
     V::in_order(run[d]);
   }
@@ -43,18 +44,19 @@ __attribute__((always_inline)) static inline void short_steps(Isa::Ints a[D], Is
     const Isa::Bytes factor = SUB ? Isa::factor(sub.scale, group + AT / RUN) : Isa::factor(1);
     UNROLL for (int d = 0; d < D; d++) a[d] = V::dot_shorts(a[d], run[d], factor);
   }
-  if constexpr (4 * AT + 4 < SEG) short_steps<KIND, D, SEG, SUB, AT + 1>(a, run, codes, q, sub, group);
+  if constexpr (4 * AT + 4 < SEG) short_steps<KIND, D, SEG, SUB, AT + 1>(a, run, codes, q, digit, sub, group);
 }
 
 // NB bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the first-level
-// cache for all but the first.
-template <int KIND, int D, int NB, int SEG, int SUB, typename V = Isa>
-static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *out) {
+// cache for all but the first. ONE: there is no other token, and so the distance of digits is known.
+template <int KIND, int D, int NB, int SEG, int SUB, bool ONE, typename V = Isa>
+static void short_bands(const Matrix &m, int64_t band, const Digits &x, int token, float *out) {
   constexpr int FAR = PREFETCH / NB, BYTES = SEG / BLOCK * stored_bits<KIND>() * 64;
   const int per_group = m.group / SEG;
   const int64_t stride = m.groups * m.tile_bytes;
-  const int8_t *q = x.q;
-  const float *scale = x.scale, *sum = x.sum;
+  const int64_t digit = ONE ? SEG : (int64_t)x.count * SEG;
+  const int8_t *q = x.q + (int64_t)token * SEG;
+  const float *scale = x.scale + token, *sum = x.sum + token;
   const uint8_t *tile = m.packed + band * stride;
   const bool plain = has_plain_scales(m);
   Isa::Floats acc[NB];
@@ -63,9 +65,9 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
     // At the end of its band a stream goes on with the next band that nobody reads yet.
     const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
     for (int n = 0; n < NB; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, 3);
-    for (int s = 0; s < per_group; s++, q += D * SEG, scale++, sum++) {
+    for (int s = 0; s < per_group; s++, q += D * digit, scale += x.count, sum += x.count) {
       [[maybe_unused]] const int group = SUB ? s * SEG / (SUB ? SUB : 1) : 0;
-      [[maybe_unused]] const DigitSums<D, SEG, SUB ? SUB : SEG> sums(q, group);
+      [[maybe_unused]] const DigitSums<D, SEG, SUB ? SUB : SEG> sums(q, digit, group);
       for (int n = 0; n < NB; n++) {
         const int8_t *near = q;
         __asm__("" : "+r"(near));  // or GCC 12 copies what is loaded from there to the stack, for all bands
@@ -85,7 +87,7 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
             UNROLL for (int d = 0; d < D; d++) a[d] = V::dot_shorts(a[d], offsets, V::two(sums.of[d] + j));
           }
         }
-        short_steps<KIND, D, SEG, SUB, 0>(a, run, codes, near, sub, group);
+        short_steps<KIND, D, SEG, SUB, 0>(a, run, codes, near, digit, sub, group);
         const Affine w = plain ? read_plain(meta) : read_affine(m, meta, band + n, g);
         const Isa::Floats dot = Isa::mul(combine<D>(a), Isa::set1(*scale));
         acc[n] = Isa::fma(w.offset, Isa::set1(*sum), Isa::fma(w.scale, dot, acc[n]));
@@ -96,46 +98,52 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
 }
 
 template <int KIND, int D, int SEG, int SUB>
-static void short_all(const Matrix &m, int64_t band, int bands, const Digits &x, float *out) {
+static void short_tokens(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   constexpr int NB = UNIT_BANDS;
   int b = 0;
-  for (; b + NB <= bands; b += NB) short_bands<KIND, D, NB, SEG, SUB>(m, band + b, x, out + b * ROWS);
-  for (; b < bands; b++) short_bands<KIND, D, 1, SEG, SUB>(m, band + b, x, out + b * ROWS);
+  for (; b + NB <= bands; b += NB) {
+    float *o = out + b * ROWS;
+    if (x.count == 1) short_bands<KIND, D, NB, SEG, SUB, true>(m, band + b, x, 0, o);
+    else
+      for (int t = 0; t < x.count; t++) short_bands<KIND, D, NB, SEG, SUB, false>(m, band + b, x, t, o + t * ld);
+  }
+  for (; b < bands; b++)
+    for (int t = 0; t < x.count; t++)
+      short_bands<KIND, D, 1, SEG, SUB, false>(m, band + b, x, t, out + t * ld + b * ROWS);
+}
+
+template <int KIND, int D, int SEG>
+static void short_groups(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if constexpr (!has_sub(KIND)) short_tokens<KIND, D, SEG, 0>(m, band, bands, x, out, ld);
+  else if (m.sub == HALF) short_tokens<KIND, D, SEG, HALF>(m, band, bands, x, out, ld);
+  else short_tokens<KIND, D, SEG, 32>(m, band, bands, x, out, ld);
 }
 
 template <int KIND, int D>
-static void short_one(const Matrix &m, int64_t band, int bands, const Digits &x, float *out) {
-  if constexpr (!has_sub(KIND)) {
-    if (x.seg == 64) short_all<KIND, D, 64, 0>(m, band, bands, x, out);
-    else short_all<KIND, D, 32, 0>(m, band, bands, x, out);
-  } else if (m.sub == HALF) {
-    if (x.seg == 64) short_all<KIND, D, 64, HALF>(m, band, bands, x, out);
-    else short_all<KIND, D, 32, HALF>(m, band, bands, x, out);
-  } else {
-    if (x.seg == 64) short_all<KIND, D, 64, 32>(m, band, bands, x, out);
-    else short_all<KIND, D, 32, 32>(m, band, bands, x, out);
-  }
+static void short_segments(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if (x.seg == 64) short_groups<KIND, D, 64>(m, band, bands, x, out, ld);
+  else short_groups<KIND, D, 32>(m, band, bands, x, out, ld);
 }
 
 template <int KIND, typename V = Isa>
-static bool short_digits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out) {
+static bool short_digits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   if constexpr (V::SHORT_RUNS) {
-    if (x.digits == TRILOBITE_INT8) short_one<KIND, 1>(m, band, bands, x, out);
-    else short_one<KIND, 3>(m, band, bands, x, out);
+    if (x.digits == TRILOBITE_INT8) short_segments<KIND, 1>(m, band, bands, x, out, ld);
+    else short_segments<KIND, 3>(m, band, bands, x, out, ld);
   }
   return V::SHORT_RUNS;
 }
 
-// Whether it was done here: codes of up to 4 bits, segments of 32 or 64 columns.
-static bool rows_short(const Matrix &m, int64_t band, int bands, const Digits &x, float *out) {
-  if (x.count != 1 || x.seg < BLOCK) return false;
+// Whether it was done here: digits of few tokens in segments of 32 or 64 columns, codes of up to 4 bits.
+static bool rows_short(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if (x.count >= Isa::MANY || x.seg < BLOCK) return false;
   switch (m.kind) {
-    case 2: return short_digits<2>(m, band, bands, x, out);
-    case 3: return short_digits<3>(m, band, bands, x, out);
-    case 4: return short_digits<4>(m, band, bands, x, out);
-    case SUPER + 2: return short_digits<SUPER + 2>(m, band, bands, x, out);
-    case SUPER + 3: return short_digits<SUPER + 3>(m, band, bands, x, out);
-    case SUPER + 4: return short_digits<SUPER + 4>(m, band, bands, x, out);
+    case 2: return short_digits<2>(m, band, bands, x, out, ld);
+    case 3: return short_digits<3>(m, band, bands, x, out, ld);
+    case 4: return short_digits<4>(m, band, bands, x, out, ld);
+    case SUPER + 2: return short_digits<SUPER + 2>(m, band, bands, x, out, ld);
+    case SUPER + 3: return short_digits<SUPER + 3>(m, band, bands, x, out, ld);
+    case SUPER + 4: return short_digits<SUPER + 4>(m, band, bands, x, out, ld);
     default: return false;
   }
 }
