@@ -12,10 +12,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.lib.markdown import markers
+from benchmarks.lib.markdown import fragment
 from benchmarks.lib.script import parser
 from benchmarks.quality.pareto import ROOT, Point, front
-from benchmarks.quality.peers import TITLES
+from benchmarks.quality.peers import TITLES, read_tables
 
 Kinds = dict[str, list[Point]]
 """Rows by kind, ours in bold as on the page."""
@@ -23,14 +23,13 @@ Kinds = dict[str, list[Point]]
 
 def read(page: str) -> dict[str, Kinds]:
     """By model. Raises SystemExit for a page without any."""
-    found: dict[str, Kinds] = {}
-    for model in re.findall(r"<!-- begin peers-(tiny-\S+) -->", page):
-        begin, end = markers(f"peers-{model}")
-        for part in page.partition(begin)[2].partition(end)[0].split(":\n\n|")[1:]:
-            kind = list(TITLES)[len(found.get(model, {}))]
-            rows = [line.strip("| ").split("|") for line in part.splitlines()[2:] if line.startswith("| ")]
-            points = [Point(recipe=name.strip(), bits=float(bits), kl=float(kl)) for name, bits, kl in rows]
-            found.setdefault(model, {})[kind] = points
+    found: dict[str, Kinds] = {
+        model: {
+            kind: [Point(recipe=name, bits=float(bits), kl=float(kl)) for name, (bits, kl) in rows.items()]
+            for kind, rows in read_tables(fragment(page, f"peers-{model}")).items()
+        }
+        for model in re.findall(r"<!-- begin peers-(tiny-\S+) -->", page)
+    }
     if not found:
         raise SystemExit("error: the page has no table of benchmarks.quality.peers (peers-MODEL)")
     return found
