@@ -381,6 +381,9 @@ def test_peers_plot(run: Any, tmp_path: Path) -> None:
     assert figure.stat().st_size > 10_000
     assert "--bits 3.5" not in before["tiny-mixtral"]["free"]
     assert "--bits 3.5" in after["tiny-mixtral"]["free"]
+    ours, theirs = ("**--bits 3**", 3.0, 0.2), (("a", 3.07, 0.4), ("b", 3.08, 0.1), ("c", 2.5, 0.5))
+    points = [pareto.Point(recipe=name, bits=bits, kl=kl) for name, bits, kl in (ours, *theirs)]
+    assert peers_plot.ratios(points) == {"--bits 3": "0.50 (a)"}
     with pytest.raises(SystemExit, match="no table of"):
         run(peers_plot, "--page", ROOT / "README.md", "--figure", tmp_path / "none.png")
 
