@@ -362,8 +362,12 @@ def test_speed_of_planned_recipes(
 
 
 def test_sensitivity(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(sensitivity, model, "--tokens", 64)["priors"]
+    printed = run(sensitivity, model, "--tokens", 64)
+    found = printed["priors"]
     assert all(len(course) == sensitivity.DEPTHS and min(course) > 0 for course in found.values())
+    shipped = json.loads(sensitivity.TABLE.read_text())["sensitivities"]
+    least, most = printed["of_shipped"]
+    assert least <= found["expert: down"][0] / shipped["expert: down"][0] <= most
     one, other = {"a: b": [0.0, 1.0, 2.0]}, {"a: b": [3.0, 5.0, None]}
     monkeypatch.setattr(sensitivity, "DEPTHS", 3)
     moved = sensitivity.mean(sensitivity.levelled([one, other]))
