@@ -128,11 +128,6 @@ def _dense(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     return [ops.dense_product(out, x, w)]
 
 
-def _dense_heads(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
-    x, w = args
-    return [ops.dense_product(out, x, w)] if x.is_contiguous() and out.is_contiguous() else None
-
-
 def _embedding(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     table, index = args[:2]
     if (
@@ -151,7 +146,7 @@ _OPERATORS: dict[Any, Callable[..., Nodes]] = {
     aten.cat.default: _cat,
     aten.embedding.default: _embedding,
     torch.ops.trilobite.dense_linear.default: _dense,
-    torch.ops.trilobite.dense_heads.default: _dense_heads,
+    torch.ops.trilobite.dense_heads.default: _dense,
     aten.neg.default: _unary(Kind.NEGATE),
     aten.pow.Tensor_Scalar: _square,
     aten.rsqrt.default: _rsqrt,
