@@ -14,6 +14,8 @@
 #endif
 #if defined(TRILOBITE_ARM) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(TRILOBITE_ARM)
+#include <sys/sysctl.h>
 #endif
 
 namespace trilobite {
@@ -23,15 +25,15 @@ extern const Tier tier_scalar;
 extern const Tier tier_avx2, tier_avx_vnni, tier_avx512, tier_avx512_vnni, tier_avx512_gfni, tier_avx512_bf16, tier_amx;
 #endif
 #ifdef TRILOBITE_ARM
-extern const Tier tier_neon;
+extern const Tier tier_neon, tier_neon_i8mm;
 #endif
 
 namespace {
 
 // Worst first: a cap is a place in this list, on every architecture.
-constexpr const char *NAMES[] = {"scalar",      "neon",        "avx2",        "avx_vnni", "avx512",
-                                 "avx512_vnni", "avx512_gfni", "avx512_bf16", "amx"};
-constexpr int MOST_TIERS = 9;
+constexpr const char *NAMES[] = {"scalar", "neon",        "neon_i8mm",   "avx2",        "avx_vnni",
+                                 "avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16", "amx"};
+constexpr int MOST_TIERS = 10;
 
 // A tier and what this machine lacks of what it needs; nothing: NULL first.
 struct Choice {
@@ -112,18 +114,24 @@ int choices(Choice *out) {
   return n;
 }
 #elif defined(TRILOBITE_ARM)
-bool dot_products() {
 #ifdef __linux__
-  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+bool dot_products() { return getauxval(AT_HWCAP) >> 20 & 1; }    // HWCAP_ASIMDDP
+bool byte_matrices() { return getauxval(AT_HWCAP2) >> 13 & 1; }  // HWCAP2_I8MM
 #else
-  return true;  // Apple's processors
-#endif
+bool dot_products() { return true; }  // Apple's processors
+bool byte_matrices() {
+  int found = 0;
+  size_t size = sizeof found;
+  return sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0 && found;
 }
+#endif
 
 int choices(Choice *out) {
-  out[0] = {&tier_neon, {dot_products() ? nullptr : "asimddp"}};
-  out[1] = {&tier_scalar, {}};
-  return 2;
+  const char *dots = dot_products() ? nullptr : "asimddp", *matrices = byte_matrices() ? nullptr : "i8mm";
+  out[0] = {&tier_neon_i8mm, {dots ? dots : matrices, dots ? matrices : nullptr}};
+  out[1] = {&tier_neon, {dots}};
+  out[2] = {&tier_scalar, {}};
+  return 3;
 }
 #else
 int choices(Choice *out) {

@@ -42,8 +42,13 @@ bool experts(const trilobite_experts_args &a);
 // False after leaving a message: sizes that do not fit, or rows that the cache does not have.
 bool attention(const trilobite_attention_args &a);
 
-// Largest number of tokens, and sides of a dense matrix.
+// Largest number of heads and tokens, and sides of a dense matrix: of products of three that are bytes fit 63 bits.
 constexpr int64_t MOST_DENSE = 1 << 20;
+inline bool dense_fits(int64_t heads, int64_t tokens, int64_t n, int64_t k) {
+  for (int64_t size : {heads, tokens, n, k})
+    if (size < 1 || size > MOST_DENSE) return false;
+  return true;
+}
 
 // False after leaving a message: sizes out of range.
 bool dense(const trilobite_dense_args &a);

@@ -157,11 +157,12 @@ bool fuzz_attention() {
 
 bool fuzz_dense() {
   const int64_t tokens = pick(1, 17), n = pick(1, 150), k = pick(0, 1) ? 16 * pick(1, 40) : pick(1, 700);
-  const auto x = activations(tokens * k), w = activations(n * k), bias = activations(n);
+  const int64_t heads = pick(0, 1) ? 1 : pick(1, 5);
+  const auto x = activations(heads * tokens * k), w = activations(heads * n * k), bias = activations(heads * n);
   trilobite_dense_args a{};
   a.x = x.data(), a.w = w.data(), a.bias = pick(0, 1) ? bias.data() : nullptr;
-  a.tokens = tokens, a.n = n, a.k = k, a.threads = pick(1, 3);
-  return agree("dense", tokens * n, 1e-5, [&](float *y) {
+  a.heads = heads, a.tokens = tokens, a.n = n, a.k = k, a.threads = pick(1, 3);
+  return agree("dense", heads * tokens * n, 1e-5, [&](float *y) {
     a.y = y;
     return trilobite_dense(&a);
   });

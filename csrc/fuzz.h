@@ -191,8 +191,8 @@ inline double difference(const std::vector<float> &a, const std::vector<float> &
   return sqrt(d / n);
 }
 
-inline constexpr const char *TIERS[] = {"scalar",      "neon",        "avx2",        "avx_vnni", "avx512",
-                                        "avx512_vnni", "avx512_gfni", "avx512_bf16", "amx"};
+inline constexpr const char *TIERS[] = {"scalar", "neon",        "neon_i8mm",   "avx2",        "avx_vnni",
+                                        "avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16", "amx"};
 
 // Runs call(out) on every tier; all must return the same code and, where it is 0, the same numbers.
 template <typename Call> bool agree(const char *what, int64_t size, double tolerance, Call call) {

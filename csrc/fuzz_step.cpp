@@ -99,7 +99,7 @@ struct List {
   void add_dense() {
     trilobite_step_node &n = add(TRILOBITE_DENSE);
     const int64_t tokens = n.shape[1] = pick(1, 3), count = n.shape[2] = pick(1, 40), k = n.shape[3] = pick(1, 300);
-    const int64_t dtype = pick(0, 2), size = size_of(dtype);
+    const int64_t heads = n.shape[0] = pick(0, 1) ? 1 : pick(1, 4), dtype = pick(0, 2), size = heads * size_of(dtype);
     n.out = slot(tokens * count * size, dtype), n.a = slot(tokens * k * size, dtype),
     n.b = slot(count * k * size, dtype);
   }
@@ -122,6 +122,7 @@ struct List {
     trilobite_step_node &n = add(TRILOBITE_ATTEND);
     n.shape[1] = heads, n.shape[2] = kv_heads, n.shape[3] = width, n.call = &cache, n.number = 0.2f;
     n.out = slot(heads * width * size, dtype), n.a = slot(heads * width * size, dtype);
+    if (pick(0, 1)) n.b = slot(heads * 4, TRILOBITE_F32);
   }
 
   explicit List(int64_t length) {

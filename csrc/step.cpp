@@ -73,14 +73,14 @@ int attend(const trilobite_step_node &n, int64_t threads) {
   a.rows = cache.rows + cache.first, a.starts = starts;
   a.dtype = n.a.dtype, a.texts = 1, a.heads = heads, a.kv_heads = n.shape[2], a.width = width;
   a.limit = cache.limit, a.row_stride = cache.row_stride, a.head_stride = cache.head_stride;
-  a.threads = threads, a.scale = n.number;
+  a.threads = threads, a.scale = n.number, a.sinks = (const float *)n.b.data;
   return trilobite_attention(&a);
 }
 
 int dense(const trilobite_step_node &n, int64_t threads) {
   trilobite_dense_args a{};
   a.x = n.a.data, a.w = n.b.data, a.y = n.out.data, a.dtype = n.a.dtype;
-  a.tokens = n.shape[1], a.n = n.shape[2], a.k = n.shape[3], a.threads = threads;
+  a.heads = n.shape[0], a.tokens = n.shape[1], a.n = n.shape[2], a.k = n.shape[3], a.threads = threads;
   return trilobite_dense(&a);
 }
 

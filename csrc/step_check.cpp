@@ -120,17 +120,20 @@ bool check_attend(const Node &n) {
       heads % kv_heads || width < ROWS || width % ROWS || heads > MOST_SIDE || width > MOST_SIDE)
     return fail("attention: %lld heads of %lld values on %lld", (long long)heads, (long long)width, (long long)kv_heads);
   const int64_t bytes = heads * width * size;
+  if (n.b.data && !(inside("sinks", n.b.data, n.b.bytes, heads * 4, 4) && apart(n.out, bytes, n.b, heads * 4)))
+    return false;
   return inside("query", n.a.data, n.a.bytes, bytes, size) && inside("result", n.out.data, n.out.bytes, bytes, size) &&
          apart(n.out, bytes, n.a, bytes);
 }
 
 bool check_dense(const Node &n) {
-  const int64_t tokens = n.shape[1], rows = n.shape[2], k = n.shape[3], size = size_of(n.a.dtype);
+  const int64_t heads = n.shape[0], tokens = n.shape[1], rows = n.shape[2], k = n.shape[3], size = size_of(n.a.dtype);
   if (!known_dtype(n.a.dtype) || n.out.dtype != n.a.dtype || n.b.dtype != n.a.dtype)
     return fail("dense: unknown element type, or several");
-  if (tokens < 1 || rows < 1 || k < 1 || tokens > MOST_DENSE || rows > MOST_DENSE || k > MOST_DENSE)
-    return fail("dense: %lld tokens, a matrix of [%lld, %lld]", (long long)tokens, (long long)rows, (long long)k);
-  const int64_t x = tokens * k * size, w = rows * k * size, y = tokens * rows * size;
+  if (!dense_fits(heads, tokens, rows, k))
+    return fail("dense: %lld tokens, %lld matrices of [%lld, %lld]", (long long)tokens, (long long)heads,
+                (long long)rows, (long long)k);
+  const int64_t x = heads * tokens * k * size, w = heads * rows * k * size, y = heads * tokens * rows * size;
   return inside("operand", n.a.data, n.a.bytes, x, size) && inside("matrix", n.b.data, n.b.bytes, w, size) &&
          inside("result", n.out.data, n.out.bytes, y, size) && apart(n.out, y, n.a, x) && apart(n.out, y, n.b, w);
 }

@@ -16,6 +16,7 @@ namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/digits.h"
 #include "kernel/rows.h"
 #include "kernel/panel.h"
+#include "kernel/short.h"
 #include "kernel/many.h"
 constexpr auto rows_tier = rows_vectors;
 #include "kernel/low_rank.h"

@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 13
+#define TRILOBITE_ABI 14
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -122,12 +122,13 @@ typedef struct {
 
 TRILOBITE_API int trilobite_attention(const trilobite_attention_args *args);
 
-// y [tokens, n] = x [tokens, k] W^T + bias for a dense matrix of few rows, such as a router's; all contiguous, of `dtype`,
-// sums in fp32; bias may be NULL. An element of y has the same bits whatever the tokens beside it and the threads.
+// y [heads, tokens, n] = x [heads, tokens, k] W^T + bias for dense matrices of few rows, W [heads, n, k]: a router's, with
+// one head, or those of latent attention; all contiguous, of `dtype`, sums in fp32; bias [heads, n] may be NULL. An element
+// of y has the same bits whatever the tokens beside it and the threads.
 typedef struct {
   const void *x, *w, *bias;
   void *y;
-  int64_t dtype, tokens, n, k, threads;
+  int64_t dtype, heads, tokens, n, k, threads;
 } trilobite_dense_args;
 
 TRILOBITE_API int trilobite_dense(const trilobite_dense_args *args);
@@ -177,8 +178,8 @@ typedef struct {
 // APPEND: a and b, [heads = shape[2], width = shape[3]] at strides of `stride[2]` elements, `lanes` values of b to a head,
 //   become the row at `end` of the trilobite_step_cache `call`, which grows; what b is narrower becomes zeros.
 // ATTEND: `call` is that cache; a: the queries [shape[1], shape[3]], dense; shape[2] heads of the cache; out dense, as wide
-//   as the keys; `number` is the scale.
-// DENSE: out [shape[1], shape[2]] = a W^T, W being b, [shape[2], shape[3]]; all dense, of one type.
+//   as the keys; `number` is the scale; b: a score of nothing for each head, fp32, or without data.
+// DENSE: out [shape[0], shape[1], shape[2]] = a W^T, W being b, [shape[0], shape[2], shape[3]]; all dense, of one type.
 typedef struct {
   int64_t kind, shape[TRILOBITE_DIMENSIONS];
   trilobite_operand out, a, b;
@@ -198,7 +199,7 @@ TRILOBITE_API int trilobite_step(const trilobite_step_node *nodes, int64_t count
 // The last error of the calling thread, one line.
 TRILOBITE_API const char *trilobite_error(void);
 
-// Name of the tier in use ("scalar", "neon", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16",
+// Name of the tier in use ("scalar", "neon", "neon_i8mm", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16",
 // "amx"); TRILOBITE_ISA caps it.
 TRILOBITE_API const char *trilobite_tier(void);
 

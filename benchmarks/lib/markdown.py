@@ -26,6 +26,19 @@ def markers(name: str) -> tuple[str, str]:
     return f"<!-- begin {name} -->", f"<!-- end {name} -->"
 
 
+def fragment(page: str, name: str) -> str:
+    """What stands between the markers of that name; empty without them. page: its text"""
+    begin, end = markers(name)
+    return page.partition(begin)[2].partition(end)[0]
+
+
+def cells(text: str) -> list[tuple[str, ...]]:
+    """The cells of all rows of a markdown table in a text, its header first."""
+    rows = [line.strip().strip("|") for line in text.splitlines() if line.startswith("| ")]
+    found = [tuple(cell.strip() for cell in row.split("|")) for row in rows]
+    return [row for row in found if set("".join(row)) - set("-:")]
+
+
 def insert(page: Path, name: str, fragment: str) -> None:
     """Put a fragment between the markers of that name.
 

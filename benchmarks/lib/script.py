@@ -52,6 +52,18 @@ def add_page(options: argparse.ArgumentParser, marker: str) -> None:
     )
 
 
+def add_machine(options: argparse.ArgumentParser) -> None:
+    """--machine: whose figures these are, where a page has those of several."""
+    options.add_argument(
+        "--machine", help="name of another machine, whose tables stand beside the first one's"
+    )
+
+
+def of_machine(marker: str, machine: str | None) -> str:
+    """The name of a machine's markers."""
+    return f"{marker}-{machine}" if machine else marker
+
+
 def add_output(options: argparse.ArgumentParser) -> None:
     """-o: a file for the report alone."""
     options.add_argument("-o", "--output", type=Path, help="write the markdown here")

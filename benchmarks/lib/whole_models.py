@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +16,55 @@ from trilobite.recipe import load_recipe
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 
+VOCABULARY = 32000
+DEEPSEEK: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+}
+"""What DeepSeek-MoE-16B and DeepSeek-V2-Lite have in common."""
+LATENT: dict[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+QWEN3: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "mixtral": ("mixtral", "Mixtral-8x7B", 2, {}),
+    "qwen3": ("qwen3_moe", "Qwen3-30B-A3B", 4, QWEN3),
+    "deepseek": ("deepseek", "DeepSeek-MoE-16B", 4, {**DEEPSEEK, "first_k_dense_replace": 0}),
+    "deepseek-v2": (
+        "deepseek_v2",
+        "DeepSeek-V2-Lite",
+        2,
+        {**DEEPSEEK, **LATENT, "first_k_dense_replace": 1, "max_position_embeddings": 32768},
+    ),
+}
+"""Model type, the model whose layers these are, how many of them, and what is not the type's default."""
+
 
 def _config(name: str) -> tuple[Any, str]:
     """Configuration and title of a model with the layers of a large one."""
-    if name == "mixtral":
-        config = AutoConfig.for_model("mixtral", num_hidden_layers=2, vocab_size=32000)
-        return config, "Mixtral-8x7B shape, 2 layers"
-    if name == "qwen3":
-        config = AutoConfig.for_model(
-            "qwen3_moe",
-            vocab_size=32000,
-            hidden_size=2048,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_hidden_layers=4,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-            tie_word_embeddings=False,
-        )
-        return config, "Qwen3-30B-A3B shape, 4 layers"
-    config = AutoConfig.for_model(
-        "deepseek",
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        first_k_dense_replace=0,
-        tie_word_embeddings=False,
-    )
-    return config, "DeepSeek-MoE-16B shape, 4 layers"
+    kind, title, layers, values = SHAPES[name]
+    values = {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "tie_word_embeddings": False, **values}
+    return AutoConfig.for_model(kind, **values), f"{title} shape, {layers} layers"
 
 
 def make_checkpoint(config: Any, folder: Path) -> None:
@@ -76,9 +86,9 @@ def make_checkpoint(config: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def packed_models() -> Iterator[tuple[str, Path]]:
+def packed_models(names: Sequence[str] = ("mixtral", "deepseek")) -> Iterator[tuple[str, Path]]:
     """Name and folder of each whole model; the folder is gone when the next one is asked for."""
-    for name in ("mixtral", "deepseek"):
+    for name in names:
         config, title = _config(name)
         with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
             source, packed = Path(folder, "source"), Path(folder, "packed")

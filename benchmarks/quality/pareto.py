@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.markdown import markers
+from benchmarks.lib.markdown import cells, fragment
 from benchmarks.lib.script import parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,18 +41,13 @@ def read(page: str, kind: str) -> Iterator[tuple[str, list[Point]]]:
     if not models:
         raise SystemExit(f"error: the page has no table of benchmarks.quality.recipes ({kind}-MODEL)")
     for model in models:
-        begin, end = markers(f"{kind}-{model}")
-        rows = [
-            line for line in page.partition(begin)[2].partition(end)[0].splitlines() if line.startswith("| ")
-        ]
-        cells = [[c.strip() for c in row.strip("|").split("|")] for row in rows]
-        header = cells[0]
+        header, *rows = cells(fragment(page, f"{kind}-{model}"))
         columns = [header.index(name) for name in ("recipe", "body", "KL")]
         yield (
             model,
             [
                 Point(recipe=name, bits=float(bits), kl=float(kl))
-                for name, bits, kl in ([row[i] for i in columns] for row in cells[2:])
+                for name, bits, kl in ([row[i] for i in columns] for row in rows)
                 if "16" not in name and (kind == "quality" or not FREE_OF_DATA.search(name))
             ],
         )

@@ -11,7 +11,8 @@ packages, GPTQModel in another. Each only where its option is given.
 Without data: no importance matrix for theirs; ours may read what comes along, or what the model writes itself. With
 data (--data): the mean squares of what enters each column, or inputs of the same Hessian, on the same text for theirs
 and ours. Bits are those of the quantized matrices, metadata included. What is found stays in the work folder: a run
-that is stopped goes on. The last line is JSON.
+that is stopped goes on. Rows that the page has and that this run does not measure stay there, if they are of the same
+text; `--recipes` without names measures none without data. The last line is JSON.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from benchmarks.lib import other_quantizers
 from benchmarks.lib.divergence import Found, Variant, divergences, packed_variant
 from benchmarks.lib.ggml import Ggml
 from benchmarks.lib.ggml_mixes import MIXES, Shape, type_in_mix
-from benchmarks.lib.markdown import table
+from benchmarks.lib.markdown import cells, fragment, table
 from benchmarks.lib.packed import hessians, numel, pack
 from benchmarks.lib.recipes import named, with_bits
 from benchmarks.lib.scoring import build, decoded, open_bench
@@ -200,22 +201,35 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, dict[str, Found]
         }
         variants |= dict(theirs(peers, args, data=data))
         rows = (data and args.data) or args.recipes
-        variants = {n: v for n, v in variants.items() if not rows or n.strip("*") in rows}
+        variants = {n: v for n, v in variants.items() if rows is None or n.strip("*") in rows}
         kind = "text" if data else "free"
         found[kind] = divergences(bench, variants, args.work / model.name / f"peers-{kind}.json")
     return found
 
 
-def report(found: Mapping[str, Mapping[str, Found]], head: str) -> str:
-    """A table for each kind, by bits."""
+def report(found: Mapping[str, Mapping[str, Found]], head: str, earlier: str = "") -> str:
+    """A table for each kind, by bits. earlier: a report whose other rows stay, if it has the same head"""
+    kinds = read_tables(earlier) if head in earlier else {}
     parts = [head]
-    for kind, rows in found.items():
-        cells = [
-            (name, f"{row.bits:.2f}", f"{row.kl:.4f}")
-            for name, row in sorted(rows.items(), key=lambda item: item[1].bits)
-        ]
-        parts.append(f"{TITLES[kind]}:\n\n{table(('recipe or type', 'bits', 'KL'), cells)}")
+    for kind, title in TITLES.items():
+        rows = dict(kinds.get(kind, {}))
+        for name, row in found.get(kind, {}).items():
+            rows[name] = (f"{row.bits:.2f}", f"{row.kl:.4f}")
+        by_bits = sorted(((name, *row) for name, row in rows.items()), key=lambda row: float(row[1]))
+        if by_bits:
+            parts.append(f"{title}:\n\n{table(('recipe or type', 'bits', 'KL'), by_bits)}")
     return "\n\n".join(parts)
+
+
+def read_tables(text: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """Bits and KL as they stand in a report, by kind and name of the row."""
+    found = {}
+    for kind, title in TITLES.items():
+        _, there, part = text.partition(f"{title}:\n\n")
+        if there:
+            rows = cells(part.partition("\n\n")[0])[1:]
+            found[kind] = {name: (bits, kl) for name, bits, kl in rows}
+    return found
 
 
 def main() -> None:
@@ -242,7 +256,9 @@ def main() -> None:
         summary[model.name] = {
             kind: {name: asdict(row) for name, row in rows.items()} for kind, rows in found.items()
         }
-        publish(report(found, head), {"peers": summary}, page=args.page, marker=f"peers-{model.name}")
+        marker = f"peers-{model.name}"
+        earlier = fragment(args.page.read_text(encoding="utf-8"), marker) if args.page else ""
+        publish(report(found, head, earlier), {"peers": summary}, page=args.page, marker=marker)
 
 
 if __name__ == "__main__":

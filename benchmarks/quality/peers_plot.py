@@ -3,8 +3,8 @@
     python -m benchmarks.quality.peers_plot [--page docs/results.md] [--figure docs/figures/peers.png]
 
 Draws the tables that `benchmarks.quality.peers` left between its markers on the page, and so measures nothing itself.
-Needs matplotlib (extra `plot`). The last line is JSON: by model and kind, our rows that one of theirs beats in bits and
-in KL.
+Needs matplotlib (extra `plot`). Prints the KL of our rows over that of the best of theirs with at most .075 bits more.
+The last line is JSON: by model and kind, our rows that one of theirs beats in bits and in KL.
 """
 
 import json
@@ -12,25 +12,26 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.lib.markdown import markers
+from benchmarks.lib.markdown import fragment, table
 from benchmarks.lib.script import parser
 from benchmarks.quality.pareto import ROOT, Point, front
-from benchmarks.quality.peers import TITLES
+from benchmarks.quality.peers import TITLES, read_tables
 
+NEAR = 0.075 + 1e-9
+"""Bits that one of theirs may have more than one of ours beside which it stands."""
 Kinds = dict[str, list[Point]]
 """Rows by kind, ours in bold as on the page."""
 
 
 def read(page: str) -> dict[str, Kinds]:
     """By model. Raises SystemExit for a page without any."""
-    found: dict[str, Kinds] = {}
-    for model in re.findall(r"<!-- begin peers-(tiny-\S+) -->", page):
-        begin, end = markers(f"peers-{model}")
-        for part in page.partition(begin)[2].partition(end)[0].split(":\n\n|")[1:]:
-            kind = list(TITLES)[len(found.get(model, {}))]
-            rows = [line.strip("| ").split("|") for line in part.splitlines()[2:] if line.startswith("| ")]
-            points = [Point(recipe=name.strip(), bits=float(bits), kl=float(kl)) for name, bits, kl in rows]
-            found.setdefault(model, {})[kind] = points
+    found: dict[str, Kinds] = {
+        model: {
+            kind: [Point(recipe=name, bits=float(bits), kl=float(kl)) for name, (bits, kl) in rows.items()]
+            for kind, rows in read_tables(fragment(page, f"peers-{model}")).items()
+        }
+        for model in re.findall(r"<!-- begin peers-(tiny-\S+) -->", page)
+    }
     if not found:
         raise SystemExit("error: the page has no table of benchmarks.quality.peers (peers-MODEL)")
     return found
@@ -48,6 +49,28 @@ def beaten(points: Sequence[Point]) -> list[str]:
     return [
         p.recipe.strip("*") for p in front(ours) if any(t.bits <= p.bits and t.kl <= p.kl for t in theirs)
     ]
+
+
+def ratios(points: Sequence[Point]) -> dict[str, str]:
+    """By each of ours that has some of theirs near it or below: its KL over the least of theirs, and whose that is."""
+    ours, theirs = parted(points)
+    found = {}
+    for p in ours:
+        if near := [t for t in theirs if t.bits <= p.bits + NEAR]:
+            best = min(near, key=lambda t: t.kl)
+            found[p.recipe.strip("*")] = f"{p.kl / best.kl:.2f} ({best.recipe})"
+    return found
+
+
+def ratio_table(tables: dict[str, Kinds], kind: str) -> str:
+    """A row for each of ours that has a ratio, a column for each model."""
+    columns = {model: ratios(kinds[kind]) for model, kinds in tables.items() if kind in kinds}
+    bits = {p.recipe.strip("*"): p.bits for kinds in tables.values() for p in kinds.get(kind, ())}
+    names = sorted({name for column in columns.values() for name in column}, key=lambda name: bits[name])
+    return table(
+        (TITLES[kind], *columns),
+        [(name, *(column.get(name, "") for column in columns.values())) for name in names],
+    )
 
 
 def draw(tables: dict[str, Kinds], path: Path) -> None:
@@ -94,6 +117,8 @@ def main() -> None:
     tables = read(arguments.page.read_text(encoding="utf-8"))
     draw(tables, arguments.figure)
     print(f"wrote {arguments.figure}")
+    for kind in TITLES:
+        print(f"\n{ratio_table(tables, kind)}")
     found = {
         model: {kind: beaten(points) for kind, points in kinds.items()} for model, kinds in tables.items()
     }

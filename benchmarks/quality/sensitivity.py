@@ -6,7 +6,8 @@
 Measures every model as `trilobite sensitivity` does, prints the divergence for a normalized error of 1 by role, part and
 depth, and with --write makes the table of priors that the planner ships with of them: geometric means over models, those
 that compute the same function (as the first two words of their names tell) together as one, and all moved to one level.
-Depths at which no model has a part follow the mean course of all others. The last line is JSON.
+Depths at which no model has a part follow the mean course of all others. The last line is JSON, with the least and the
+largest of what was found over what ships.
 """
 
 import argparse
@@ -97,6 +98,10 @@ def main() -> None:
         families.setdefault("-".join(name.split("-")[:2]), []).append(found)
     priors = completed(mean(levelled([mean(of_family) for of_family in families.values()])))
     values = {name: [float(f"{math.exp(v):.3g}") for v in course] for name, course in sorted(priors.items())}
+    shipped = json.loads(TABLE.read_text())["sensitivities"]
+    moved = [
+        v / s for name in values.keys() & shipped for v, s in zip(values[name], shipped[name], strict=True)
+    ]
     if args.write:
         rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(course)}" for name, course in values.items())
         TABLE.write_text(f'{{\n  "sensitivities": {{\n{rows}\n  }}\n}}\n')
@@ -111,7 +116,12 @@ def main() -> None:
     depths = [f"{d / (DEPTHS - 1):.1f}" for d in range(DEPTHS)]
     publish(
         table(("model", "part", *depths), cells),
-        {"benchmark": "sensitivity", "tokens": args.tokens, "priors": values},
+        {
+            "benchmark": "sensitivity",
+            "tokens": args.tokens,
+            "priors": values,
+            "of_shipped": [min(moved), max(moved)],
+        },
         page=args.page,
         marker="sensitivity",
     )

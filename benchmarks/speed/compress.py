@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.markdown import table
-from benchmarks.lib.script import add_output, add_page, parser, publish
+from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
 from benchmarks.lib.synthetic import heavy_tailed, write_mixtral
 from trilobite.quantize.methods.quantized import Compensation
 from trilobite.quantize.methods.registry import METHODS, quantize
@@ -298,7 +298,7 @@ def main() -> None:
             shutil.rmtree(folder)
         lines += [memory_text(summary["memory"])]
     report = "\n".join(lines).strip()
-    publish(report, summary, page=args.page, marker="compress", output=args.output)
+    publish(report, summary, page=args.page, marker=of_machine("compress", args.machine), output=args.output)
 
 
 def _arguments() -> argparse.Namespace:
@@ -316,6 +316,7 @@ def _arguments() -> argparse.Namespace:
     )
     add_output(options)
     add_page(options, "compress")
+    add_machine(options)
     return options.parse_args()
 
 

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.lib.layers import DEEPSEEK, MIXTRAL, make_lattice_layer, make_layer, routing
 from benchmarks.lib.markdown import insert, table
-from benchmarks.lib.script import SHARED, TEXT
+from benchmarks.lib.script import SHARED, TEXT, add_machine, of_machine
 from benchmarks.lib.whole_models import clock_modules, packed_models, step_bytes
 from trilobite.evaluate.perplexity import score, tokenize_file
 from trilobite.formats.incoherence import draw_signs
@@ -333,9 +333,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--markdown", type=Path, help="page whose marked tables are replaced")
-    parser.add_argument(
-        "--machine", help="name of another machine, whose tables stand beside the first one's"
-    )
+    add_machine(parser)
     options = parser.parse_args()
     facts = cpu.info()
     memory = torch.ones(1 << 30, dtype=torch.uint8)
@@ -350,7 +348,7 @@ def main() -> None:
         text, results[name] = PARTS[name](options.quick)
         print(text, flush=True)
         if options.markdown:
-            insert(options.markdown, "-".join(filter(None, ("cpu", name, options.machine))), text)
+            insert(options.markdown, of_machine(f"cpu-{name}", options.machine), text)
     print(json.dumps(results))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.markdown import table
-from benchmarks.lib.script import add_output, add_page, parser, publish
+from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings
 from trilobite.runtime.load import load
@@ -149,6 +149,7 @@ def main() -> None:
     options.add_argument("--texts", type=int, nargs="*", default=[8, 32], help="numbers of texts at a time")
     options.add_argument("--rounds", type=int, default=3)
     add_page(options, MARKER)
+    add_machine(options)
     add_output(options)
     args = options.parse_args()
     if len(args.gguf) != len(args.packed):
@@ -165,7 +166,13 @@ def main() -> None:
             rows += rows_of(folder.name, tier, found)
             summary.append({"model": folder.name, "tier": tier, **found})
             print(summary[-1], flush=True)
-    publish(table(HEADER, rows), {"rows": summary}, page=args.page, marker=MARKER, output=args.output)
+    publish(
+        table(HEADER, rows),
+        {"rows": summary},
+        page=args.page,
+        marker=of_machine(MARKER, args.machine),
+        output=args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.markdown import table
-from benchmarks.lib.script import add_page, parser, publish
+from benchmarks.lib.script import add_machine, add_page, of_machine, parser, publish
 from benchmarks.lib.synthetic import write_mixtral
 
 IMPORTANCES = ("none", "weights", "builtin", "self")
@@ -77,6 +77,7 @@ def main() -> None:
     options.add_argument("--tokenizer", type=Path, required=True, help="folder of a checkpoint")
     options.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")
     add_page(options, "planned-speed")
+    add_machine(options)
     args = options.parse_args()
     rows = measure(args)
     cells = [
@@ -84,7 +85,12 @@ def main() -> None:
         for r in rows
     ]
     report = table(("importance", "seconds a layer", "minutes for Mixtral-8x7B", "peak memory, GB"), cells)
-    publish(report, {"benchmark": "planned", "rows": rows}, page=args.page, marker="planned-speed")
+    publish(
+        report,
+        {"benchmark": "planned", "rows": rows},
+        page=args.page,
+        marker=of_machine("planned-speed", args.machine),
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.lib.layers import MIXTRAL, make_layer
 from benchmarks.lib.markdown import table
-from benchmarks.lib.script import SHARED, add_page, parser, publish
+from benchmarks.lib.script import SHARED, add_machine, add_page, of_machine, parser, publish
 from benchmarks.speed.cpu import Result, measure
 from trilobite.checkpoint.source import open_source
 from trilobite.quantize.budget.goal import Budget
@@ -53,6 +53,7 @@ def main() -> None:
     options.add_argument("--bits", type=float, default=3.5)
     options.add_argument("--rounds", type=int, default=5)
     add_page(options, "planned-token")
+    add_machine(options)
     args = options.parse_args()
     counts = planned_pairs(args.model, args.bits)
     plain = PLAIN, PLAIN
@@ -79,7 +80,7 @@ def main() -> None:
         table(head, rows),
         {"benchmark": "planned-token", "mean": summary},
         page=args.page,
-        marker="planned-token",
+        marker=of_machine("planned-token", args.machine),
     )
 
 

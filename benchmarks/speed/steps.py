@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.markdown import table
-from benchmarks.lib.script import add_output, add_page, parser, publish
+from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
 from benchmarks.lib.whole_models import step_bytes
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
@@ -132,6 +132,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--modes", nargs="+", default=["exact", "int8"])
     add_page(options, MARKER)
+    add_machine(options)
     add_output(options)
     args = options.parse_args()
     rows, summary = [], []
@@ -143,7 +144,13 @@ def main() -> None:
             rows.append(row(f"{folder.name}, {layers} layers", mode, found, step_bytes(model, 1)))
             summary.append({"model": folder.name, "layers": layers, "mode": mode, **found})
             print("  ".join(rows[-1]), flush=True)
-    publish(table(HEADER, rows), {"rows": summary}, page=args.page, marker=MARKER, output=args.output)
+    publish(
+        table(HEADER, rows),
+        {"rows": summary},
+        page=args.page,
+        marker=of_machine(MARKER, args.machine),
+        output=args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
 #define UNROLL _Pragma("GCC unroll 8")
 struct Isa {
   static constexpr int TOKENS_AT_ONCE = 2;
-  static constexpr int STREAMS = 1;  // bands that one token reads at a time
+  static constexpr int STREAMS = 1;        // bands that one token reads at a time
+  static constexpr bool MATRICES = false;  // products of two rows and two tokens (isa_neon.h)
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__
+  static constexpr bool SHORT_RUNS = false;
   static constexpr int MANY = 3;
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr Form FORM = Form::BYTES;
 #else
+  static constexpr bool SHORT_RUNS = true;  // short.h
   static constexpr int MANY = 4;
   static constexpr int STEPS = 4;
   static constexpr Form FORM = Form::SINGLES;
@@ -87,6 +90,33 @@ struct Isa {
     const __m256i ones = _mm256_set1_epi16(1);
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(s.a, ones)),
             _mm256_add_epi32(acc.b, _mm256_madd_epi16(s.b, ones))};
+  }
+  // For short.h. Of 2 x 2 products of codes and digits sums of two, in 16 bits; of what two such registers hold the sums.
+  static Bytes short_dot(Bytes c, __m256i v) { return {_mm256_maddubs_epi16(c.a, v), _mm256_maddubs_epi16(c.b, v)}; }
+  static Bytes add_shorts(Bytes x, Bytes y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
+  // GCC 12 would make the products of many steps first and add them up from the stack.
+  static void in_order(Bytes &v) { __asm__("" : "+x"(v.a), "+x"(v.b)); }
+  // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
+  static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
+  }
+  static Ints ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+  // Two 16-bit numbers, for every lane.
+  static Bytes two(const int16_t *x) {
+    int32_t both;
+    memcpy(&both, x, 4);
+    return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)};
+  }
+  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers.
+  static Bytes two_of(Bytes v, int j) {
+    const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.pairs[j]);
+    return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
+  }
+  // Sums of 32 digits, eight each.
+  static void sum_digits(const int8_t *q, int64_t sums[4]) {
+    const __m256i v = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)q), _mm256_set1_epi8(-128));
+    const __m256i s = _mm256_sad_epu8(v, _mm256_setzero_si256());
+    _mm256_storeu_si256((__m256i *)sums, _mm256_sub_epi64(s, _mm256_set1_epi64x(8 * 128)));
   }
 #endif
   // acc[row] += sum of 4 codes of the row times 4 digits.

@@ -4,6 +4,8 @@
 struct Isa {
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 4;
+  static constexpr bool MATRICES = false;
+  static constexpr bool SHORT_RUNS = false;
   // Bands that one token reads at a time, each a stream of its own: Zen 4 and 5 want fewer than others.
 #if defined(__AVX512BF16__) && !defined(__AMX_INT8__)
   static constexpr int STREAMS = 2;

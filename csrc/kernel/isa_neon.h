@@ -1,8 +1,10 @@
-// ARM: NEON with the dot product instructions (ARMv8.2). A register of the layout is four of 128 bits.
+// ARM: NEON with the dot product instructions (ARMv8.2), and where the translation unit is compiled for them with those
+// that multiply matrices of bytes (i8mm). A register of the layout is four of 128 bits.
 #define UNROLL _Pragma("GCC unroll 8")
 struct Isa {
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 2;
+  static constexpr bool SHORT_RUNS = false;
   static constexpr int STREAMS = 1;  // bands that one token reads at a time
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int MANY = 3, BANDS_AT_ONCE = 1, SUMS = 6;
@@ -75,6 +77,46 @@ struct Isa {
   }
   static int8x16_t quad_once(const int8_t *x) { return quad(x); }
   static constexpr bool SHORT_SUMS = false;
+#ifdef __ARM_FEATURE_MATMUL_INT8
+  // acc[row] += sum of 4 codes of the row times 4 digits.
+  template <int BITS> static Ints dot(const Ints &acc, const Bytes &c, int8x16_t v) {
+    return each<Ints>([&](int i) { return vusdotq_s32(acc.v[i], c.v[i], v); });
+  }
+  static constexpr bool ANY_BYTE = true;
+  static constexpr int COUNT_BIAS = 0;
+  static Ints dot_counts(const Ints &acc, const Bytes &c, int8x16_t v) { return dot<8>(acc, c, v); }
+  // For many.h: products of two rows and two tokens, eight columns at a time.
+  static constexpr bool MATRICES = true;
+  struct Pairs { int32x4_t v[2 * PARTS]; };  // of rows 2 i and 2 i + 1: row by row, two tokens each
+  static Pairs no_pairs() {
+    Pairs p;
+    for (auto &v : p.v) v = vdupq_n_s32(0);
+    return p;
+  }
+  // Two lines, of four columns each -> 16 rows of eight columns.
+  static void interleave(uint8_t *lines) {
+    const Bytes a = load(lines), b = load(lines + 64);
+    for (int i = 0; i < PARTS; i++) {
+      const uint32x4_t x = vreinterpretq_u32_u8(a.v[i]), y = vreinterpretq_u32_u8(b.v[i]);
+      vst1q_u8(lines + 32 * i, vreinterpretq_u8_u32(vzip1q_u32(x, y)));
+      vst1q_u8(lines + 32 * i + 16, vreinterpretq_u8_u32(vzip2q_u32(x, y)));
+    }
+  }
+  // Eight digits of each of two tokens.
+  static int8x16_t eight_of_two(const int8_t *x, const int8_t *y) { return vcombine_s8(vld1_s8(x), vld1_s8(y)); }
+  template <int D> static void dot_pairs(Pairs acc[D], const uint8_t *lines, const int8x16_t v[D]) {
+    UNROLL for (int i = 0; i < 2 * PARTS; i++) {
+      const uint8x16_t c = vld1q_u8(lines + 16 * i);
+      UNROLL for (int d = 0; d < D; d++) acc[d].v[i] = vusmmlaq_s32(acc[d].v[i], c, v[d]);
+    }
+  }
+  // The sums of one of two tokens.
+  static Ints of_token(const Pairs &p, bool second) {
+    return each<Ints>(
+        [&](int i) { return second ? vuzp2q_s32(p.v[2 * i], p.v[2 * i + 1]) : vuzp1q_s32(p.v[2 * i], p.v[2 * i + 1]); });
+  }
+#else
+  static constexpr bool MATRICES = false;
   // acc[row] += sum of 4 codes of the row times 4 digits.
   template <int BITS> static Ints dot(const Ints &acc, const Bytes &c, int8x16_t v) {
     return each<Ints>([&](int i) {
@@ -91,6 +133,7 @@ struct Isa {
   static Ints dot_counts(const Ints &acc, const Bytes &c, int8x16_t v) {
     return each<Ints>([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(c.v[i]), v); });
   }
+#endif
   static Ints shl8_add(const Ints &high, const Ints &low) {
     return each<Ints>([&](int i) { return vaddq_s32(vshlq_n_s32(high.v[i], 8), low.v[i]); });
   }

@@ -52,6 +52,45 @@ static void multiply_parts(const Segment<NB> &p, const Digits &x, int block, int
   add_products<NT, NB>(p, acc, x.sum_block(block) + s * rows + first, out, ld);
 }
 
+// The sums of `multiply_digits` where an instruction multiplies two rows and two tokens; codes are interleaved. V: not every
+// Isa has it.
+template <int D, int NT, int NB, typename V = Isa>
+static inline void sum_pairs(const Segment<NB> &p, const int8_t *q, int64_t digit, int seg, Isa::Ints acc[NB][NT][D]) {
+  for (int n = 0; n < NB; n++)
+    for (int t = 0; t < NT; t += 2) {
+      const int8_t *x = q + t * seg, *y = q + (t + 1 < NT ? t + 1 : t) * seg;
+      typename V::Pairs sums[D];
+      for (int d = 0; d < D; d++) sums[d] = V::no_pairs();
+      for (int c = 0; c < seg; c += 8) {
+        decltype(V::eight_of_two(x, y)) digits[D];
+        UNROLL for (int d = 0; d < D; d++) digits[d] = V::eight_of_two(x + d * digit + c, y + d * digit + c);
+        V::template dot_pairs<D>(sums, p.codes[n] + c * ROWS, digits);
+      }
+      for (int d = 0; d < D; d++) {
+        acc[n][t][d] = V::of_token(sums[d], false);
+        if (t + 1 < NT) acc[n][t + 1][d] = V::of_token(sums[d], true);
+      }
+    }
+}
+
+// Sums of NT tokens += codes of up to 4 bits, of one band, times their digits, in the short sums of short.h.
+template <int D, int NT, typename V = Isa>
+static inline void multiply_short(Isa::Ints acc[NT][D], const uint8_t *codes, const int8_t *q, int64_t digit, int seg) {
+  for (int c = 0; c < seg; c += BLOCK) {
+    Isa::Bytes run[NT][D];
+    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) run[t][d] = Isa::bytes(0);
+    for (int i = c; i < c + BLOCK; i += 4) {
+      const Isa::Bytes step = Isa::load(codes + i * ROWS);
+      UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) {
+        run[t][d] = V::add_shorts(run[t][d], V::short_dot(step, Isa::quad(q + d * digit + t * seg + i)));
+        V::in_order(run[t][d]);
+      }
+    }
+    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) acc[t][d] =
+        V::dot_shorts(acc[t][d], run[t][d], Isa::factor(1));
+  }
+}
+
 template <int KIND, int D, int NT, int NB>
 static void multiply_digits(const Segment<NB> &p, const Digits &x, int block, int64_t s, int first, float *out,
                             int64_t ld) {
@@ -62,15 +101,21 @@ static void multiply_digits(const Segment<NB> &p, const Digits &x, int block, in
   for (int n = 0; n < NB; n++)
     for (int t = 0; t < NT; t++)
       for (int d = 0; d < D; d++) acc[n][t][d] = Isa::zero();
-  for (int c = 0; c < seg; c += 4) {
-    Isa::Bytes codes[NB];
-    UNROLL for (int n = 0; n < NB; n++) codes[n] = Isa::load(p.codes[n] + c * ROWS);
-    UNROLL for (int t = 0; t < NT; t++) {
-      UNROLL for (int d = 0; d < D; d++) {
-        const auto four = Isa::quad(q + d * digit + t * seg + c);
-        UNROLL for (int n = 0; n < NB; n++) {
-          if constexpr (KIND >= SUPER) acc[n][t][d] = Isa::dot_counts(acc[n][t][d], codes[n], four);
-          else acc[n][t][d] = Isa::dot<KIND>(acc[n][t][d], codes[n], four);
+  if constexpr (Isa::MATRICES) {
+    sum_pairs<D, NT, NB>(p, q, digit, seg, acc);
+  } else if constexpr (Isa::SHORT_RUNS && KIND == 4) {
+    for (int n = 0; n < NB; n++) multiply_short<D, NT>(acc[n], p.codes[n], q, digit, seg);
+  } else {
+    for (int c = 0; c < seg; c += 4) {
+      Isa::Bytes codes[NB];
+      UNROLL for (int n = 0; n < NB; n++) codes[n] = Isa::load(p.codes[n] + c * ROWS);
+      UNROLL for (int t = 0; t < NT; t++) {
+        UNROLL for (int d = 0; d < D; d++) {
+          const auto four = Isa::quad(q + d * digit + t * seg + c);
+          UNROLL for (int n = 0; n < NB; n++) {
+            if constexpr (KIND >= SUPER) acc[n][t][d] = Isa::dot_counts(acc[n][t][d], codes[n], four);
+            else acc[n][t][d] = Isa::dot<KIND>(acc[n][t][d], codes[n], four);
+          }
         }
       }
     }
@@ -110,6 +155,10 @@ template <int KIND, int D, int NB> struct Product {
   }
 };
 
+template <int NB, typename V = Isa> static inline void interleave(Segment<NB> &p, int n, int seg) {
+  for (int c = 0; c < seg; c += 8) V::interleave(p.codes[n] + c * ROWS);
+}
+
 template <int KIND, int D, int NB>
 static void bands_many(const Matrix &m, int64_t band, const Digits &x, int from, int to, float *out, int64_t ld) {
   constexpr Form FORM = D ? Form::BYTES : Isa::FORM;
@@ -123,6 +172,7 @@ static void bands_many(const Matrix &m, int64_t band, const Digits &x, int from,
     for (int n = 0; n < NB; n++) {
       const uint8_t *at = tile + n * stride + group * m.tile_bytes;
       decode_columns<FORM, PANEL_NEAR>(m, at, into * x.seg, x.seg, p.codes[n]);
+      if constexpr (Isa::MATRICES) interleave<NB>(p, n, x.seg);
       __builtin_prefetch(at + m.code_bytes + PANEL_NEAR, 0, 3);
       if (into == 0) p.w[n] = read_affine(m, at + m.code_bytes, band + n, group);
     }
@@ -154,6 +204,7 @@ static void digits_many(const Matrix &m, int64_t band, int bands, const Digits &
 static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *) {
   if constexpr (Isa::FORM != Form::BYTES)
     if (x.parts) return all_bands_many<0, 0>(m, band, bands, x, out, ld);
+  if (rows_short(m, band, bands, x, out, ld)) return;
   if (x.seg < BLOCK || x.count < Isa::MANY) return rows_few(m, band, bands, x, out, ld);
   if (x.digits == TRILOBITE_INT8) digits_many<1>(m, band, bands, x, out, ld);
   else digits_many<3>(m, band, bands, x, out, ld);

@@ -16,7 +16,9 @@ from support.paths import ROOT
 
 from benchmarks.gpu import offload as gpu_offload
 from benchmarks.lib import divergence, packed
+from benchmarks.lib.divergence import Found
 from benchmarks.lib.ggml_mixes import Shape, type_in_mix
+from benchmarks.lib.markdown import cells
 from benchmarks.quality import (
     analyses,
     budgets,
@@ -37,7 +39,7 @@ from benchmarks.quality import (
     sensitivity,
     tasks,
 )
-from benchmarks.speed import calibrated_cost, offload_gpu, planned_token
+from benchmarks.speed import calibrated_cost, latents, offload_gpu, planned_token
 from benchmarks.speed import compress as speed_of_compress
 from benchmarks.speed import peers as speed_of_peers
 from benchmarks.speed import planned as speed_of_planned
@@ -104,6 +106,23 @@ def test_scales(run: Any, model: Path, text: Path, work: Path) -> None:
     found = run(scales, model, *options, "--recipes", *names)
     assert list(found["kl"]) == names
     assert len({round(kl["tiny"], 12) for kl in found["kl"].values()}) == 4
+
+
+def test_rows_that_are_not_run_again_stay(
+    run: Any, model: Path, text: Path, work: Path, tmp_path: Path
+) -> None:
+    """Those of the page, in the order of the script; of other tokens none."""
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin scales -->\n<!-- end scales -->\n")
+    options = ["--text", text, "--context", CONTEXT, "--work", work, "--page", page, "--tokens"]
+    run(scales, model, *options, 2 * CONTEXT, "--recipes", "search3 columns")
+    before = cells(page.read_text())
+    run(scales, model, *options, 2 * CONTEXT, "--recipes", "search3")
+    after = cells(page.read_text())
+    assert [row[0] for row in after] == ["recipe", "search3", "search3 columns"]
+    assert after[2] == before[1]
+    run(scales, model, *options, 3 * CONTEXT, "--recipes", "search3")
+    assert [row[0] for row in cells(page.read_text())] == ["recipe", "search3"]
 
 
 def test_published(run: Any, model: Path, text: Path, work: Path) -> None:
@@ -294,6 +313,21 @@ def test_peers(run: Any, model: Path, text: Path, work: Path, monkeypatch: pytes
         assert rows["**--bits 3.4 --method gptq**"]["kl"] != rows["**--bits 3.4**"]["kl"]
 
 
+def test_rows_of_peers_that_are_not_run_again_stay() -> None:
+    """Of the same text; those that are run again are new, all by bits, with and without data apart."""
+    first = {"free": {"a": Found(bits=3, kl=0.5), "b": Found(bits=2, kl=0.7)}}
+    report = peers.report(first, "head")
+    second = {"free": {"a": Found(bits=3, kl=0.4)}, "text": {"c": Found(bits=4, kl=0.1)}}
+    found = peers.read_tables(peers.report(second, "head", report))
+    assert found == {
+        "free": {"b": ("2.00", "0.7000"), "a": ("3.00", "0.4000")},
+        "text": {"c": ("4.00", "0.1000")},
+    }
+    assert list(found["free"]) == ["b", "a"]
+    assert peers.read_tables(peers.report({"text": {}}, "head", report)) == peers.read_tables(report)
+    assert "b" not in peers.read_tables(peers.report(second, "other", report))["free"]
+
+
 def test_mixes_of_types() -> None:
     """Some roles of a model of eight experts are raised; others are not."""
     shape = Shape(layers=8, experts=8, sharing=2)
@@ -317,6 +351,16 @@ def test_one_token_of_planned_recipes(run: Any, model: Path, monkeypatch: pytest
     assert run(planned_token, "--model", model, "--bits", 3.4, "--rounds", 1)["mean"]["exact"] > 0
 
 
+@pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
+def test_steps_over_latents(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_checkpoint("deepseek_v2", tmp_path / "original", dtype=torch.bfloat16)
+    compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
+    monkeypatch.setattr(latents, "packed_models", lambda names: [(names[0], tmp_path / "packed")])
+    rows = run(latents, "--tokens", 20, 40, "--rounds", 1, "--steps", 2)["latents"]
+    assert [row["tokens"] for row in rows] == [20, 40]
+    assert min(row[way] for row in rows for way in latents.WAYS) > 0
+
+
 def test_speed_of_planned_recipes(
     run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,8 +372,12 @@ def test_speed_of_planned_recipes(
 
 
 def test_sensitivity(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(sensitivity, model, "--tokens", 64)["priors"]
+    printed = run(sensitivity, model, "--tokens", 64)
+    found = printed["priors"]
     assert all(len(course) == sensitivity.DEPTHS and min(course) > 0 for course in found.values())
+    shipped = json.loads(sensitivity.TABLE.read_text())["sensitivities"]
+    least, most = printed["of_shipped"]
+    assert least <= found["expert: down"][0] / shipped["expert: down"][0] <= most
     one, other = {"a: b": [0.0, 1.0, 2.0]}, {"a: b": [3.0, 5.0, None]}
     monkeypatch.setattr(sensitivity, "DEPTHS", 3)
     moved = sensitivity.mean(sensitivity.levelled([one, other]))
@@ -347,6 +395,9 @@ def test_peers_plot(run: Any, tmp_path: Path) -> None:
     assert figure.stat().st_size > 10_000
     assert "--bits 3.5" not in before["tiny-mixtral"]["free"]
     assert "--bits 3.5" in after["tiny-mixtral"]["free"]
+    ours, theirs = ("**--bits 3**", 3.0, 0.2), (("a", 3.07, 0.4), ("b", 3.08, 0.1), ("c", 2.5, 0.5))
+    points = [pareto.Point(recipe=name, bits=bits, kl=kl) for name, bits, kl in (ours, *theirs)]
+    assert peers_plot.ratios(points) == {"--bits 3": "0.50 (a)"}
     with pytest.raises(SystemExit, match="no table of"):
         run(peers_plot, "--page", ROOT / "README.md", "--figure", tmp_path / "none.png")
 

@@ -714,13 +714,26 @@ def test_an_activation_that_we_do_not_know_is_refused() -> None:
         PackedExperts(original, {e: {} for e in range(3)})
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("changed", [{"swiglu_alpha": 1.5}, {"swiglu_limit": 10.0}], ids=str)
-def test_a_gpt_oss_gate_keeps_its_own_constants(changed: dict[str, float]) -> None:
+def test_a_gpt_oss_gate_keeps_its_own_constants(changed: dict[str, float], dtype: torch.dtype) -> None:
+    """Also while a model of bfloat16 is built, whose dtype is the default then."""
     config = GptOssConfig(hidden_size=64, intermediate_size=96, num_local_experts=3, **changed)
     with torch.device("meta"):
         original = GptOssExperts(config)
     alpha, limit = changed.get("swiglu_alpha", 1.702), changed.get("swiglu_limit", 7.0)
-    assert expert_activation(original) == f"gpt_oss:{alpha}:{limit}"
+    with default_dtype(dtype):
+        assert expert_activation(original) == f"gpt_oss:{alpha}:{limit}"
 
 
 def test_missing_experts_are_counted() -> None:

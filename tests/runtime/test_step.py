@@ -33,7 +33,8 @@ from trilobite.runtime.step.trace import Node
 
 pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
 
-REPLAYED = ("mixtral", "deepseek", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe")
+LATENT = ("deepseek_v2", "deepseek_v3")
+REPLAYED = ("mixtral", "deepseek", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", *LATENT)
 STEPS = 32
 Model = Callable[..., PreTrainedModel]
 
@@ -154,19 +155,38 @@ def test_a_sliding_window(packed: Callable[[str], Path]) -> None:
     assert_same(ours, conversation(plain(model), steps=40))
 
 
+def with_torchs_attention(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("eager")
+
+
+def with_keys_made_of_latents(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        module.__dict__.pop("expand_kv", None)
+
+
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "change", "why"),
     [
-        ("gpt_oss", "its attention is 'eager', not the engine's"),
-        ("deepseek_v2", "it attends to more, or less, than what the cache holds"),
-        ("jamba", None),
+        ("mixtral", with_torchs_attention, "its attention is 'eager', not the engine's"),
+        (
+            "deepseek_v2",
+            with_keys_made_of_latents,
+            "it attends to more, or less, than what the cache holds",
+        ),
+        ("jamba", None, None),
     ],
 )
 def test_what_cannot_be_a_list_says_why(
-    kind: str, why: str | None, packed: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    kind: str,
+    change: Callable[[PreTrainedModel], None] | None,
+    why: str | None,
+    packed: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A cache of states of its own is no step at all; of others one line of the log says what is in the way."""
     model = load(str(packed(kind).parent / "original"))
+    if change is not None:
+        change(model)
     with caplog.at_level(logging.INFO):
         ours = conversation(model, turns=2, steps=4)
     step = step_of(model)
@@ -175,6 +195,39 @@ def test_what_cannot_be_a_list_says_why(
     lines = [r.getMessage() for r in caplog.records if r.name.startswith("trilobite.runtime.step")]
     assert lines == ([f"{type(model).__name__}: steps run as transformers runs them: {why}"] if why else [])
     assert_same(ours, conversation(plain(model), turns=2, steps=4))
+
+
+@pytest.mark.parametrize("kind", LATENT)
+def test_latents_lie_side_by_side(kind: str, packed: Callable[[str], Path]) -> None:
+    """A step makes neither keys nor values, and the cache shows latents and rotated keys as transformers has them."""
+    model = load(str(packed(kind)))
+    _, cache = conversation(model, turns=1, steps=8)
+    ready = step_of(model).ready
+    assert ready is not None
+    for i, layer in enumerate(cache.layers):
+        rows = ready.rows[i]
+        assert rows.joined
+        assert layer.keys.data_ptr() + layer.keys.shape[3] * 2 == layer.values.data_ptr()
+        assert layer.keys.shape[3], layer.values.shape[3] == (32, 16)
+
+
+@pytest.mark.parametrize("change", ["weights", "hook", "sinks"])
+def test_what_attention_depends_on(change: str, packed: Callable[[str], Path]) -> None:
+    """Weights between latents and values, hooks on them, and sinks: a step sees that they are others."""
+    model = load(str(packed("gpt_oss" if change == "sinks" else "deepseek_v3")))
+    before = conversation(model, turns=1, steps=8)
+    assert step_of(model).ready is not None
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        if change == "weights":
+            attention.kv_b_proj.weight_packed.zero_()
+        elif change == "hook":
+            attention.kv_b_proj.register_forward_hook(lambda m, x, y: y * 2)
+        else:
+            attention.sinks.fill_(9.0)
+    after = conversation(model, turns=1, steps=8)
+    assert not torch.equal(before[0][-1], after[0][-1])
+    assert_same(after, conversation(plain(model), turns=1, steps=8))
 
 
 def test_hooks_that_come_and_go(packed: Callable[[str], Path]) -> None:

@@ -70,6 +70,7 @@ _lib.define(
     "str activations='exact', int threads=0) -> Tensor"
 )
 _lib.define("dense_linear(Tensor x, Tensor w, Tensor? bias=None) -> Tensor")
+_lib.define("dense_heads(Tensor x, Tensor w) -> Tensor")
 _lib.define("linear_gpu(Tensor x, Tensor slab, Tensor table, Tensor? bias, int[] spec, int rows) -> Tensor")
 _lib.define(
     "experts_gpu(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor slab, Tensor table, "
@@ -201,8 +202,12 @@ for _name, _run, _fake in (
 torch.library.register_fake(
     "trilobite::dense_linear", lambda x, w, bias=None: x.new_empty((*x.shape[:-1], len(w))), lib=_lib
 )
+torch.library.register_fake(
+    "trilobite::dense_heads", lambda x, w: x.new_empty((*x.shape[:2], w.shape[1])), lib=_lib
+)
 if engine.available():
     _lib.impl("dense_linear", dense.dense_linear, "CPU")
+    _lib.impl("dense_heads", dense.dense_heads, "CPU")
     _lib.impl("linear", engine.linear, "CPU")
     _lib.impl("experts", _experts_cpu, "CPU")
 
@@ -262,6 +267,14 @@ def dense_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     x: [..., K]    w: [N, K]    bias: [N] or None    returns: [..., N]; all of one dtype. Raises ShapeError.
     """
     return _call(torch.ops.trilobite.dense_linear, x, w, bias)
+
+
+def dense_heads(x: Tensor, w: Tensor) -> Tensor:
+    """`cpu/dense.py`: y[h] = x[h] W[h]^T for a few tokens on the CPU, where the native library is.
+
+    x: [heads, T, K]    w: [heads, N, K], contiguous    returns: [heads, T, N]; all of one dtype. Raises ShapeError.
+    """
+    return _call(torch.ops.trilobite.dense_heads, x, w)
 
 
 def bind_linear(w: PackedWeight, bias: Tensor | None, settings: CpuSettings = EXACT) -> BoundLinear | None:

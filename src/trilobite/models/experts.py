@@ -74,8 +74,9 @@ def _numbers(original: nn.Module) -> tuple[Tensor, Tensor]:
     """Pairs of gate and up, [1, pairs]: small, on both sides of every limit that the module has, and beyond."""
     line = [0.01, 0.1, 0.5, 1, 1.5, 2, 3, 5, 8, 13, 30]
     line += [part * abs(limit) for limit in _attributes(original, LIMITS) for part in (0.5, 0.99, 1.01, 4)]
-    finite = torch.tensor([x for x in line if x < 1e4])
-    both = torch.cat((-finite, torch.zeros(1), finite))
+    # Models are built with their own dtype as the default, in which two forms of one gate round differently.
+    finite = torch.tensor([x for x in line if x < 1e4], dtype=torch.float32)
+    both = torch.cat((-finite, finite.new_zeros(1), finite))
     gate, up = torch.meshgrid(both, both, indexing="ij")
     return gate.reshape(1, -1), up.reshape(1, -1)
 

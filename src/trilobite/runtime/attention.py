@@ -1,8 +1,9 @@
-"""Attention of models on the CPU: a step of decoding reads keys and values where they lie, natively."""
+"""Attention of models on the CPU: a step of decoding reads keys and values, or latents, where they lie, natively."""
 
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from trilobite.kernels.ops import attend, attends
+from trilobite.runtime.latent import Latents, attend_to_latents, latents_of
 
 ATTENTION = "trilobite"
 """Its name in transformers' registry."""
+WITH_SINKS = "trilobite_sinks"
+"""That of the same for models whose heads may attend to nothing, which torch's product does not know."""
 
 
 class Observer(Protocol):
@@ -27,7 +31,10 @@ class Observer(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any, made: Tensor
     ) -> None:
-        """One call, its arguments and what it made."""
+        """One call, its arguments and what it made.
+
+        Of `kwargs["latents"]`, where it is there, key and value are the latents and the rotated keys.
+        """
 
 
 class _Observed(threading.local):
@@ -56,23 +63,82 @@ def attention(
     attention_mask: [B, 1, T, S] bool, or what `sdpa` takes
     returns: [B, T, heads, D]    The keyword arguments are those of transformers' attention functions.
     """
-    observer = _observed.observer
-    if observer is None:
-        made = _natively(query, key, value, attention_mask, kwargs)
+    latents = latents_of(module, key)
+    if latents is None:
+        made = _observed_natively(query, key, value, attention_mask, kwargs)
     else:
-        with observer.silence():
-            made = _natively(query, key, value, attention_mask, kwargs)
-        if made is not None:
-            observer.attend(query, key, value, attention_mask, kwargs, made)
+        made = _to_latents(latents, query, key, value, attention_mask, kwargs)
+        if made is None:
+            key, value = latents.expanded(key, value)
+            made = _observed_natively(query, key, value, attention_mask, kwargs)
     if made is not None:
         return made, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
 
+def attention_with_sinks(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The same for a model whose own attention has sinks, `s_aux` [heads]; what is no step is the model's own.
+
+    attention_mask: [B, 1, T, S], 0 where a token may look, and the least number elsewhere
+    """
+    mask = None if attention_mask is None else attention_mask == 0
+    made = _observed_natively(query, key, value, mask, kwargs)
+    if made is not None:
+        return made, None
+    own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return own(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+
+def _observed_natively(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """A step of decoding by the engine: [B, 1, heads, D]; None where others have to do it."""
+    observer = _observed.observer
+    with nullcontext() if observer is None else observer.silence():
+        made = _natively(query, key, value, mask, kwargs)
+    if made is not None and observer is not None:
+        observer.attend(query, key, value, mask, kwargs, made)
+    return made
+
+
+def _to_latents(
+    latents: Latents,
+    query: Tensor,
+    latent: Tensor,
+    rotated: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """A step of decoding in the space of latents: [B, 1, heads, v]; None where keys and values are needed."""
+    width = latent.shape[3] + rotated.shape[3]
+    if (
+        query.shape[2] != 1
+        or not attends(query.new_empty(0, width))
+        or torch.is_grad_enabled()
+        or kwargs.get("scaling") is None
+        or not latent.dtype == rotated.dtype == query.dtype
+    ):
+        return None
+    observer = _observed.observer
+    with nullcontext() if observer is None else observer.silence():
+        halves = latents.halves(query.dtype)
+    inside = latents.query(query, halves)
+    with nullcontext() if observer is None else observer.silence():
+        rows = torch.cat((latent, rotated), -1)
+        sums = _natively(inside, rows, rows, mask, kwargs)
+    if sums is None:
+        return None
+    if observer is not None:
+        observer.attend(inside, latent, rotated, mask, {**kwargs, "latents": latents}, sums)
+    return latents.values(sums, halves)
+
+
 def _natively(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """A step of decoding by the engine: [B, 1, heads, D]; None where `sdpa` has to do it."""
+    """`_observed_natively`, whoever observes."""
     width = value.shape[3]
     if query.shape[2] == 1 and width < key.shape[3] and attends(query):
         value = pad(value, (0, key.shape[3] - width))
@@ -84,7 +150,7 @@ def _natively(
     (batch, kv_heads, length, wide), (apart, heads, row, _) = key.shape, key.stride()
     shape = (batch - 1) * (apart // row) + length, kv_heads, wide
     keys, values = (t.as_strided(shape, (row, heads, 1)) for t in (key, value))
-    made = attend(query[:, :, 0], keys, values, *read, scale=kwargs.get("scaling"))
+    made = attend(query[:, :, 0], keys, values, *read, scale=kwargs.get("scaling"), sinks=kwargs.get("s_aux"))
     return made[:, None, :, :width]
 
 
@@ -100,7 +166,7 @@ def _is_step(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) 
         and key.stride(3) == 1
         and (len(key) == 1 or key.stride(0) % key.stride(2) == 0)
         and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
-        and all(kwargs.get(name) is None for name in ("position_bias", "cache", "s_aux"))
+        and all(kwargs.get(name) is None for name in ("position_bias", "cache"))
     )
 
 
@@ -121,10 +187,17 @@ def _read(key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
 
 
 def attend_natively(model: PreTrainedModel) -> None:
-    """Give a model this attention, unless it has one of its own kind; on a GPU it is `sdpa`'s."""
+    """Give a model this attention, unless it has one of its own kind; on a GPU it is `sdpa`'s, or the model's."""
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
+        attend_to_latents(model, ATTENTION)
+    elif model.config.model_type in SINKS:
+        model.set_attn_implementation(WITH_SINKS)
 
 
+SINKS = ("gpt_oss",)
+"""Architectures whose attention is torch's but for sinks."""
 AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionInterface.register(WITH_SINKS, attention_with_sinks)
+AttentionMaskInterface.register(WITH_SINKS, eager_mask)

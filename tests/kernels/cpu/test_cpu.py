@@ -21,6 +21,7 @@ from trilobite.kernels.activation import NUMBERS, spell, split
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.expert_table import Column
 from trilobite.kernels.layer import CpuSettings, ExpertsLayer
+from trilobite.recipe import Format
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
 
@@ -168,6 +169,29 @@ def test_extreme_activations(tier: str, fmt: str) -> None:
         for tokens in (1, 8):
             x = _x(tokens, 64) * scale
             torch.testing.assert_close(ops.linear(x, w), reference.linear(x, w), rtol=1e-4, atol=1e-5 * scale)
+
+
+LARGEST = ["int2-g64", "int3-g32", "int3-g64", "int4-g64", "int8-g64"]
+
+
+@pytest.mark.parametrize("fmt", LARGEST + [f"int{b}-g{g}-super" for b in (2, 3, 4) for g in (16, 32)])
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_the_largest_sums_fit(tier: str, fmt: str, tokens: int) -> None:
+    """All codes are the largest one, all digits but the highest are -128, or 127."""
+    w, parsed = packed_weight(32, 128, fmt), Format.parse(fmt)
+    codes = 128 // w.packed.shape[1] * parsed.bits * 2
+    w.packed[:, :, :codes] = 0xFF
+    if parsed.super_scales:  # the largest count that an encoder leaves, 254 or less
+        w.packed[:, :, codes:] = 0x1F if parsed.bits == 4 else 0xFF
+    for digit in (-128, 127):
+        x = torch.full((tokens, 128), 257 * digit / 2**21)
+        x[:, ::64] = digit / abs(digit)
+        assert _linear_error(w, x) < 10 * EXACT  # scales and offsets cancel; a sum that wraps is off by 1e-3
+        ones = torch.full((tokens, 128), float(digit))
+        assert (
+            relative_error(ops.linear(ones, w, settings=CpuSettings("int8")), reference.linear(ones, w))
+            < 1e-4
+        )
 
 
 def test_no_tokens_and_odd_layouts(tier: str) -> None:

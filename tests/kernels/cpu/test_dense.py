@@ -73,6 +73,25 @@ def test_other_tokens_and_threads_change_no_bit(tier: str, dtype: torch.dtype) -
         assert torch.equal(out, together)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_matrix_for_each_head(tier: str, dtype: torch.dtype) -> None:
+    """Each as if it were alone, also as a node of a step."""
+    for heads, shape in ((1, (1, 128, 96)), (5, (3, 17, 33)), (16, (1, 40, 512))):
+        parts = [operands(dtype, *shape) for _ in range(heads)]
+        x, w = (torch.stack([p[i] * (h + 1) for h, p in enumerate(parts)]) for i in (0, 1))
+        y = ops.dense_heads(x, w)
+        for h in range(heads):
+            assert close(y[h], x[h], w[h])
+            assert torch.equal(y[h], ops.dense_linear(x[h], w[h]))
+        assert heads == 1 or not close(y[1], x[1], w[0])
+        out = torch.empty_like(y)
+        ops.run_nodes(ops.program([ops.dense_product(out, x, w)]), 1)
+        assert torch.equal(out, y)
+    for wrong in (w[:, :, :8], w[1:], w.double(), w.transpose(1, 2)):
+        with pytest.raises(ShapeError, match="dense"):
+            ops.dense_heads(x, wrong)
+
+
 def test_what_it_does_not_multiply() -> None:
     x, w = torch.randn(2, 32), torch.randn(8, 32)
     assert ops.multiplies(x, w)
@@ -102,3 +121,6 @@ def test_under_the_compiler() -> None:
     x, w = torch.randn(2, 32), torch.randn(8, 32)
     compiled = torch.compile(ops.dense_linear, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x, w), ops.dense_linear(x, w))
+    x, w = torch.randn(3, 2, 32), torch.randn(3, 8, 32)
+    compiled = torch.compile(ops.dense_heads, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, w), ops.dense_heads(x, w))

@@ -52,6 +52,7 @@ DIGITS = {"exact": 3, "int8": 1}
 TIERS = (
     "scalar",
     "neon",
+    "neon_i8mm",
     "avx2",
     "avx_vnni",
     "avx512",

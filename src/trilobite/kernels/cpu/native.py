@@ -82,7 +82,7 @@ class DenseArgs(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "w", "bias", "y")),
-        *((name, c_int64) for name in ("dtype", "tokens", "n", "k", "threads")),
+        *((name, c_int64) for name in ("dtype", "heads", "tokens", "n", "k", "threads")),
     )
 
 
@@ -136,7 +136,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 13
+ABI = 14
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 

@@ -121,9 +121,13 @@ def gather(out: Tensor, table: Tensor, index: Tensor) -> native.StepNode:
 
 
 def dense_product(out: Tensor, x: Tensor, w: Tensor) -> native.StepNode:
-    """out = x W^T. x: [..., K], w: [N, K] and out: [..., N], dense, of one dtype. Raises ShapeError."""
-    (rows, k), tokens = w.shape, x.numel() // x.shape[-1]
-    return native.StepNode(Kind.DENSE, (1, tokens, rows, k), *(dense_operand(t) for t in (out, x, w)))
+    """out = x W^T. x: [..., K], w: [N, K] and out: [..., N], or those of each head, dense, of one dtype.
+
+    Of heads: x [heads, T, K], w [heads, N, K] and out [heads, T, N]. Raises ShapeError.
+    """
+    heads, (rows, k) = (len(w) if w.dim() == 3 else 1), w.shape[-2:]
+    shape = heads, x.numel() // (heads * k), rows, k
+    return native.StepNode(Kind.DENSE, shape, *(dense_operand(t) for t in (out, x, w)))
 
 
 def append_row(key: Tensor, value: Tensor, rows: native.StepCache) -> native.StepNode:
@@ -136,15 +140,21 @@ def append_row(key: Tensor, value: Tensor, rows: native.StepCache) -> native.Ste
 
 
 def attend_cached(
-    out: Tensor, query: Tensor, kv_heads: int, rows: native.StepCache, scale: float
+    out: Tensor,
+    query: Tensor,
+    kv_heads: int,
+    rows: native.StepCache,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> native.StepNode:
-    """Attention over a cache. out, query: [heads, width], dense."""
+    """Attention over a cache. out, query: [heads, width], dense    sinks: [heads] fp32, scores of nothing."""
     heads, width = query.shape
     return native.StepNode(
         Kind.ATTEND,
         (1, heads, kv_heads, width),
         dense_operand(out),
         dense_operand(query),
+        native.Operand() if sinks is None else dense_operand(sinks),
         number=scale,
         call=ctypes.addressof(rows),
     )

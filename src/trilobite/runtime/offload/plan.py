@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trilobite.errors import OffloadError
+from trilobite.runtime.latent import Latents
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.offload.copies import CopyEngine
 
@@ -200,11 +201,19 @@ def _staying(model: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def key_value_bytes(model: PreTrainedModel, context: int) -> int:
-    """Keys and values of one text of `context` tokens, as transformers keeps them; behind an encoder, of two."""
+    """Keys and values of one text of `context` tokens, as transformers keeps them; behind an encoder, of two.
+
+    Where a model keeps latents: these, what a prompt makes of one layer's, and the halves that steps use in its place.
+    """
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # decompressed before they are kept
-        width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    heads, size = config.num_attention_heads, model.dtype.itemsize
+    if getattr(config, "kv_lora_rank", None):
+        rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+        both = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        width = both + heads * rope
+        latents = sum(isinstance(m.__dict__.get("expand_kv"), Latents) for m in model.modules())
+        if latents:
+            return int((latents * ((rank + rope) * context + both * rank) + width * context) * size)
     else:
         dim = next(
             filter(None, (getattr(config, n, None) for n in ("head_dim", "d_kv"))),
@@ -213,7 +222,7 @@ def key_value_bytes(model: PreTrainedModel, context: int) -> int:
         width = 2 * (getattr(config, "num_key_value_heads", None) or heads) * dim
     layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
     texts = 2 if model.config.is_encoder_decoder else 1
-    return int(texts * layers * width * context * model.dtype.itemsize)
+    return int(texts * layers * width * context * size)
 
 
 def activation_bytes(model: PreTrainedModel, context: int) -> int:

@@ -92,6 +92,7 @@ class Lowering:
         self.rows: dict[int, Rows] = {}
         self.fixed: dict[int, Tensor] = {}
         self.given = {storage(t): i for i, t in enumerate(trace.inputs)}
+        self.widths = {n.what: n.args[0].shape[3] for n in trace.nodes if n.kind == "attend"}
         self._fold()
         nodes = side_by_side(live(self.running, logits))
         self.places = self._arrange(nodes, storage(logits))
@@ -239,8 +240,15 @@ class Lowering:
         layer = node.what
         if layer in self.rows:
             raise Unsuited("it writes to a layer of the cache twice")
-        self.rows[layer] = Rows(key.shape[1], key.shape[3], value.shape[3], key.dtype)
-        return [ops.append_row(key[0, :, 0], value[0, :, 0], self.rows[layer].native)]
+        (heads, width), beside = (key.shape[1], key.shape[3]), value.shape[3]
+        joined = self.widths.get(layer) == width + beside
+        rows = self.rows[layer] = Rows(heads, width, beside, key.dtype, joined=joined)
+        if not joined:
+            return [ops.append_row(key[0, :, 0], value[0, :, 0], rows.native)]
+        row = torch.empty(heads, width + beside, dtype=key.dtype)
+        self.keep.append(row)
+        parts = (row[:, :width], key[0, :, 0]), (row[:, width:], value[0, :, 0])
+        return [*(ops.elementwise(ops.Kind.COPY, *p) for p in parts), ops.append_row(row, row, rows.native)]
 
     def _attend(self, node: Node) -> list[Any]:
         rows, (query,), (made,) = self.rows[node.what], node.args, node.outputs
@@ -255,7 +263,11 @@ class Lowering:
             nodes.append(ops.elementwise(ops.Kind.COPY, dense, placed[0, :, 0]))
         scale = node.kwargs["scale"]
         scale = width**-0.5 if scale is None else scale
-        return [*nodes, ops.attend_cached(base, dense, rows.heads, rows.native, scale)]
+        sinks = node.kwargs["sinks"]
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+            self.keep.append(sinks)
+        return [*nodes, ops.attend_cached(base, dense, rows.heads, rows.native, scale, sinks)]
 
 
 class _Copied:

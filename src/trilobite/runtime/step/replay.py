@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from trilobite.errors import one_line
 from trilobite.kernels import ops
-from trilobite.runtime.attention import ATTENTION
+from trilobite.runtime.attention import ATTENTION, WITH_SINKS
 from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.conditions import Kept, follows, grows, is_step_in_pages, same_bits, undisturbed
 from trilobite.runtime.step.lower import Lowered, lower
@@ -213,7 +213,7 @@ class Step:
         config = self.model.config
         if config.is_encoder_decoder:
             raise Unsuited("it is an encoder and a decoder")
-        if config.get_text_config()._attn_implementation != ATTENTION:
+        if config.get_text_config()._attn_implementation not in (ATTENTION, WITH_SINKS):
             raise Unsuited(
                 f"its attention is {config.get_text_config()._attn_implementation!r}, not the engine's"
             )

@@ -20,9 +20,15 @@ class Rows:
     tensors than the last views is copied.
     """
 
-    def __init__(self, heads: int, width: int, value_width: int, dtype: torch.dtype) -> None:
-        """Empty. width, value_width: of keys and of values, the narrower of which are filled up with zeros."""
+    def __init__(
+        self, heads: int, width: int, value_width: int, dtype: torch.dtype, *, joined: bool = False
+    ) -> None:
+        """Empty. width, value_width: of keys and of values, the narrower of which are filled up with zeros.
+
+        joined: the layer holds latents and rotated keys, which lie side by side and are read as keys and as values
+        """
         self.heads, self.width, self.value_width, self.dtype = heads, width, value_width, dtype
+        self.joined = joined
         self.native = ops.StepCache()
         self.views: tuple[Tensor, Tensor] | None = None
 
@@ -48,17 +54,19 @@ class Rows:
             raise NotNow(f"its cache holds keys of shape {list(keys.shape)}")
         length = keys.shape[2]
         capacity = length + max(ROOM, length // 4)
-        key = torch.empty(1, self.heads, capacity, self.width, dtype=self.dtype)
-        value = torch.zeros_like(key)
-        key[:, :, :length] = keys
-        value[:, :, :length, : self.value_width] = values
+        wide = self.width + self.value_width if self.joined else self.width
+        key = torch.empty(1, self.heads, capacity, wide, dtype=self.dtype)
+        value = key if self.joined else torch.zeros_like(key)
+        first = self.width if self.joined else 0
+        self.keys, self.values = key[..., : self.width], value[..., first : first + self.value_width]
+        self.keys[:, :, :length] = keys
+        self.values[:, :, :length] = values
         self.numbers = torch.arange(capacity)
         native = self.native
         native.k, native.v, native.rows = key.data_ptr(), value.data_ptr(), self.numbers.data_ptr()
         native.end, native.capacity, native.limit = length, capacity, capacity
-        native.row_stride, native.head_stride = self.width, capacity * self.width
+        native.row_stride, native.head_stride = wide, capacity * wide
         native.bytes = key.nbytes
-        self.keys, self.values = key, value[..., : self.value_width]
 
     def advance(self, layer: Any) -> None:
         """Show the layer the row that was written."""
@@ -75,6 +83,8 @@ class Rows:
 
         keys, values: [rows, heads, width], dense    index: [S] int64, dense
         """
+        if self.joined:
+            raise Unsuited("its pages hold keys and values, where its own cache holds latents")
         shape = keys.shape[0], self.heads, self.width
         for t in (keys, values):
             if t.shape != shape or t.dtype != self.dtype or not t.is_contiguous() or not t.is_cpu:

@@ -146,6 +146,7 @@ _OPERATORS: dict[Any, Callable[..., Nodes]] = {
     aten.cat.default: _cat,
     aten.embedding.default: _embedding,
     torch.ops.trilobite.dense_linear.default: _dense,
+    torch.ops.trilobite.dense_heads.default: _dense,
     aten.neg.default: _unary(Kind.NEGATE),
     aten.pow.Tensor_Scalar: _square,
     aten.rsqrt.default: _rsqrt,

@@ -1,6 +1,7 @@
 """What a model does for one token, as a list: torch's operators, and between them calls of packed modules, rows of the
 cache, attention."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -167,6 +168,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def module(self, module: PackedModule, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A packed module's forward, as one node."""
 
+        @functools.wraps(forward)
         def recorded(*args: Any, **kwargs: Any) -> Tensor:
             if threading.get_ident() != self.owner or self.quiet:
                 return forward(*args, **kwargs)
@@ -200,9 +202,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.silence():
             if mask is not None and not bool(mask[..., : key.shape[2]].all()):
                 raise Unsuited("its attention skips rows of the cache")
-        scale = kwargs.get("scaling")
-        window = kwargs.get("sliding_window")
-        self.note("attend", layer, (query,), {"scale": scale, "window": window}, (made,))
+        noted = {"scale": kwargs.get("scaling"), "window": kwargs.get("sliding_window")}
+        noted["sinks"] = kwargs.get("s_aux")
+        if "latents" in kwargs:
+            noted["weights"] = kwargs["latents"].weights
+            self.trace.called.append(kwargs["latents"].module.kv_b_proj)
+        self.note("attend", layer, (query,), noted, (made,))
 
 
 @contextmanager

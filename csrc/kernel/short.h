@@ -1,0 +1,149 @@
+// One token, or two or three in turn, where a product of bytes is two sums of two in 16 bits: those of a whole segment, or
+// of a group under super-scales, are added up in 16 bits, and only then widened to 32. Under super-scales codes are multiplied as they are,
+// the sum of a group by its scale, and its offset by the sum of its digits. Both make the integers, and so the bits of
+// results, that rows.h makes.
+
+template <int KIND> constexpr int stored_bits() { return KIND >= SUPER ? KIND - SUPER : KIND; }
+
+// Sums of the digits of a segment of SEG columns: of each group of SUB columns, the first one number `group` of its tile,
+// in pairs as `Isa::two_of` pairs their offsets; and of all times -COUNT_BIAS.
+template <int D, int SEG, int SUB, typename V = Isa> struct DigitSums {
+  int16_t of[D][4];
+  int32_t bias[D];
+
+  DigitSums(const int8_t *q, int64_t digit, int group) {
+    UNROLL for (int d = 0; d < D; d++) {
+      int64_t eight[SEG / 8], all = 0;
+      UNROLL for (int i = 0; i < SEG; i += 32) V::sum_digits(q + d * digit + i, eight + i / 8);
+      of[d][0] = of[d][1] = 0;
+      UNROLL for (int j = 0; j < SEG / SUB; j++) {
+        int64_t sum = 0;
+        UNROLL for (int i = 0; i < SUB / 8; i++) sum += eight[j * SUB / 8 + i];
+        of[d][group % 2 + j] = (int16_t)sum;
+        all += sum;
+      }
+      bias[d] = (int32_t)(-V::COUNT_BIAS * all);
+    }
+  }
+};
+
+// Steps AT and on of a segment: sums of RUN steps in `run`, then widened in `a`, times the scale of a group if it has one.
+template <int KIND, int D, int SEG, int SUB, int AT, typename V = Isa>
+__attribute__((always_inline)) static inline void short_steps(Isa::Ints a[D], Isa::Bytes run[D], const uint8_t *codes,
+                                                              const int8_t *q, int64_t digit, const Sub &sub,
+                                                              int group) {
+  // At most 2 * 7 * 128 or 2 * 15 * 128 a step.
+  constexpr int BITS = stored_bits<KIND>(), RUN = SUB ? SUB / 4 : BITS < 4 ? 16 : 8;
+  const Isa::Bytes c = decode_step<BITS, AT % 8>(codes + AT / 8 * BITS * 64);
+  UNROLL for (int d = 0; d < D; d++) {
+    const Isa::Bytes p = V::short_dot(c, Isa::quad(q + d * digit + 4 * AT));
+    run[d] = AT % RUN ? V::add_shorts(run[d], p) : p;
+    V::in_order(run[d]);
+  }
+  if constexpr (AT % RUN == RUN - 1 || 4 * AT + 4 == SEG) {
+    const Isa::Bytes factor = SUB ? Isa::factor(sub.scale, group + AT / RUN) : Isa::factor(1);
+    UNROLL for (int d = 0; d < D; d++) a[d] = V::dot_shorts(a[d], run[d], factor);
+  }
+  if constexpr (4 * AT + 4 < SEG) short_steps<KIND, D, SEG, SUB, AT + 1>(a, run, codes, q, digit, sub, group);
+}
+
+// NB bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the first-level
+// cache for all but the first. ONE: there is no other token, and so the distance of digits is known.
+template <int KIND, int D, int NB, int SEG, int SUB, bool ONE, typename V = Isa>
+static void short_bands(const Matrix &m, int64_t band, const Digits &x, int token, float *out) {
+  constexpr int FAR = PREFETCH / NB, BYTES = SEG / BLOCK * stored_bits<KIND>() * 64;
+  const int per_group = m.group / SEG;
+  const int64_t stride = m.groups * m.tile_bytes;
+  const int64_t digit = ONE ? SEG : (int64_t)x.count * SEG;
+  const int8_t *q = x.q + (int64_t)token * SEG;
+  const float *scale = x.scale + token, *sum = x.sum + token;
+  const uint8_t *tile = m.packed + band * stride;
+  const bool plain = has_plain_scales(m);
+  Isa::Floats acc[NB];
+  for (int n = 0; n < NB; n++) acc[n] = m.add ? Isa::load(out + n * ROWS) : Isa::set1(0);
+  for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
+    // At the end of its band a stream goes on with the next band that nobody reads yet.
+    const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
+    for (int n = 0; n < NB; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, 3);
+    for (int s = 0; s < per_group; s++, q += D * digit, scale += x.count, sum += x.count) {
+      [[maybe_unused]] const int group = SUB ? s * SEG / (SUB ? SUB : 1) : 0;
+      [[maybe_unused]] const DigitSums<D, SEG, SUB ? SUB : SEG> sums(q, digit, group);
+      for (int n = 0; n < NB; n++) {
+        const int8_t *near = q;
+        __asm__("" : "+r"(near));  // or GCC 12 copies what is loaded from there to the stack, for all bands
+        const uint8_t *at = tile + n * stride, *codes = at + s * BYTES, *meta = at + m.code_bytes;
+        for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, 3);
+        Isa::Ints a[D];
+        Isa::Bytes run[D];
+        Sub sub{};
+        for (int d = 0; d < D; d++) a[d] = Isa::zero();
+        if constexpr (SUB != 0) {
+          const Isa::Bytes v = Isa::load_lanes(meta, m.group / SUB);
+          sub.scale = Isa::plus(Isa::mask(v, 15), Isa::bytes(1));
+          sub.offset = Isa::times(Isa::field<4, 4>(v), Isa::factor(offset_unit(KIND)));
+          UNROLL for (int d = 0; d < D; d++) a[d] = V::ints(sums.bias[d]);
+          UNROLL for (int j = 0; j < SEG / SUB; j += 2) {
+            const Isa::Bytes offsets = V::two_of(sub.offset, (group + j) / 2);
+            UNROLL for (int d = 0; d < D; d++) a[d] = V::dot_shorts(a[d], offsets, V::two(sums.of[d] + j));
+          }
+        }
+        short_steps<KIND, D, SEG, SUB, 0>(a, run, codes, near, digit, sub, group);
+        const Affine w = plain ? read_plain(meta) : read_affine(m, meta, band + n, g);
+        const Isa::Floats dot = Isa::mul(combine<D>(a), Isa::set1(*scale));
+        acc[n] = Isa::fma(w.offset, Isa::set1(*sum), Isa::fma(w.scale, dot, acc[n]));
+      }
+    }
+  }
+  for (int n = 0; n < NB; n++) Isa::store(out + n * ROWS, acc[n]);
+}
+
+template <int KIND, int D, int SEG, int SUB>
+static void short_tokens(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  constexpr int NB = UNIT_BANDS;
+  int b = 0;
+  for (; b + NB <= bands; b += NB) {
+    float *o = out + b * ROWS;
+    if (x.count == 1) short_bands<KIND, D, NB, SEG, SUB, true>(m, band + b, x, 0, o);
+    else
+      for (int t = 0; t < x.count; t++) short_bands<KIND, D, NB, SEG, SUB, false>(m, band + b, x, t, o + t * ld);
+  }
+  for (; b < bands; b++)
+    for (int t = 0; t < x.count; t++)
+      short_bands<KIND, D, 1, SEG, SUB, false>(m, band + b, x, t, out + t * ld + b * ROWS);
+}
+
+template <int KIND, int D, int SEG>
+static void short_groups(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if constexpr (!has_sub(KIND)) short_tokens<KIND, D, SEG, 0>(m, band, bands, x, out, ld);
+  else if (m.sub == HALF) short_tokens<KIND, D, SEG, HALF>(m, band, bands, x, out, ld);
+  else short_tokens<KIND, D, SEG, 32>(m, band, bands, x, out, ld);
+}
+
+template <int KIND, int D>
+static void short_segments(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if (x.seg == 64) short_groups<KIND, D, 64>(m, band, bands, x, out, ld);
+  else short_groups<KIND, D, 32>(m, band, bands, x, out, ld);
+}
+
+template <int KIND, typename V = Isa>
+static bool short_digits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if constexpr (V::SHORT_RUNS) {
+    if (x.digits == TRILOBITE_INT8) short_segments<KIND, 1>(m, band, bands, x, out, ld);
+    else short_segments<KIND, 3>(m, band, bands, x, out, ld);
+  }
+  return V::SHORT_RUNS;
+}
+
+// Whether it was done here: digits of few tokens in segments of 32 or 64 columns, codes of up to 4 bits.
+static bool rows_short(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if (x.count >= Isa::MANY || x.seg < BLOCK) return false;
+  switch (m.kind) {
+    case 2: return short_digits<2>(m, band, bands, x, out, ld);
+    case 3: return short_digits<3>(m, band, bands, x, out, ld);
+    case 4: return short_digits<4>(m, band, bands, x, out, ld);
+    case SUPER + 2: return short_digits<SUPER + 2>(m, band, bands, x, out, ld);
+    case SUPER + 3: return short_digits<SUPER + 3>(m, band, bands, x, out, ld);
+    case SUPER + 4: return short_digits<SUPER + 4>(m, band, bands, x, out, ld);
+    default: return false;
+  }
+}
