@@ -17,8 +17,10 @@ from trilobite.recipe import Format
 PASSES = 2
 BLOCK = superscale.SPAN
 """Columns for which E H is computed at a time."""
+LAZY = 32
+"""Columns whose new codes change the slopes behind them at once."""
 NEARBY = (-2, -1, 0, 1, 2)
-"""Steps from a sub-scale, and from an offset code, that are tried."""
+"""Steps from a sub-scale that are tried."""
 
 
 def descend(w: Tensor, codes: Tensor, grid: Grid, fmt: Format, hessian: Tensor) -> tuple[Tensor, Grid]:
@@ -54,6 +56,7 @@ class _Block:
 
     def __init__(self, codes: Tensor, s: Tensor, o: Tensor, unit: Tensor, fmt: Format) -> None:
         self.codes, self.s, self.o, self.unit, self.fmt = codes, s, o, unit, fmt
+        self._nearby = torch.tensor(NEARBY, dtype=s.dtype, device=s.device)[:, None]
 
     def decoded(self) -> Tensor:
         """W_q^T [C, N]."""
@@ -84,35 +87,44 @@ class _Block:
         self.unit = best
 
     def _fit_line(self, g: int, codes: Tensor, slope: Tensor, hessian: Tensor) -> Tensor:
-        """The best pair near a group's own sub-scale and offset code, its codes as they are.
+        """The best pair of a sub-scale near a group's own and any offset code, its codes as they are.
+
+        What an offset code adds to the loss is a parabola: the best one is the nearest to its vertex that is allowed.
 
         codes, slope: [G, N]    hessian: [G, G]    returns: what that adds to W_q^T, [G, N]
         """
         along = hessian @ codes
         codes_codes, codes_ones, ones_ones = (along * codes).sum(0), along.sum(0), hessian.sum()
         by_codes, by_ones = (codes * slope).sum(0), slope.sum(0)
-        old_s, old_o, step = self.s[g].clone(), self.o[g].clone(), self.unit * superscale.UNITS[self.fmt.bits]
-        least = torch.zeros_like(old_s)
-        for more in NEARBY:
-            s = (old_s + more).clamp_(1, superscale.SCALES)
-            most = superscale.most_offset(s, self.fmt.bits)
-            for further in NEARBY:
-                o = torch.minimum((old_o + further).clamp_(min=0), most)
-                a, b = self.unit * (s - old_s), step * (o - old_o)
-                loss = a * (a * codes_codes + 2 * b * codes_ones - 2 * by_codes)
-                loss += b * (b * ones_ones - 2 * by_ones)
-                better = loss < least
-                least = torch.where(better, loss, least)
-                self.s[g], self.o[g] = torch.where(better, s, self.s[g]), torch.where(better, o, self.o[g])
-        return codes * (self.unit * (self.s[g] - old_s)) + step * (self.o[g] - old_o)
+        old_s, old_o, step = self.s[g], self.o[g], self.unit * superscale.UNITS[self.fmt.bits]
+        inverse = torch.where(step != 0, 1 / step, 0.0)
+        s = (old_s + self._nearby).clamp_(1, superscale.SCALES)  # [5, N], as all below
+        a = self.unit * (s - old_s)
+        against = by_ones - a * codes_ones
+        o = (old_o + against * (inverse / ones_ones)).round_().clamp_(min=0)
+        o = torch.minimum(o, superscale.most_offset(s, self.fmt.bits))
+        b = step * (o - old_o)
+        loss = a * (a * codes_codes - 2 * by_codes) + b * (b * ones_ones - 2 * against)
+        least, which = loss.min(0, keepdim=True)
+        better = least[0] < 0
+        new_s = torch.where(better, s.gather(0, which)[0], old_s)
+        new_o = torch.where(better, o.gather(0, which)[0], old_o)
+        by = torch.addcmul(step * (new_o - old_o), codes, self.unit * (new_s - old_s))
+        self.s[g], self.o[g] = new_s, new_o
+        return by
 
     def _fit_codes(self, slope: Tensor, hessian: Tensor) -> None:
-        """The code of each column in turn."""
+        """The code of each column in turn; slopes of columns that were are not kept up to date."""
         scale = self.unit * self.s
         inverse = torch.where(scale != 0, 1 / scale, 0.0)
-        for j, pivot in enumerate(hessian.diagonal().tolist()):
-            g = j // self.fmt.group
-            best = (slope[j] * inverse[g] / pivot + self.codes[j]).round_().clamp_(0, 2**self.fmt.bits - 1)
-            by = (best - self.codes[j]).mul_(scale[g])
-            self.codes[j] = best
-            slope.addr_(hessian[:, j], by, alpha=-1)
+        top, pivots = 2**self.fmt.bits - 1, hessian.diagonal().tolist()
+        for start in range(0, len(pivots), LAZY):
+            stop = min(start + LAZY, len(pivots))
+            moved = torch.empty_like(slope[start:stop])
+            for j in range(start, stop):
+                g, code = j // self.fmt.group, self.codes[j]
+                best = torch.addcmul(code, slope[j], inverse[g], value=1 / pivots[j]).round_().clamp_(0, top)
+                torch.mul(best - code, scale[g], out=moved[j - start])
+                self.codes[j] = best
+                slope[j + 1 : stop].addr_(hessian[j + 1 : stop, j], moved[j - start], alpha=-1)
+            slope[stop:].addmm_(hessian[stop:, start:stop], moved, alpha=-1)

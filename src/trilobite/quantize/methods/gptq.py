@@ -35,6 +35,8 @@ LAZY = 128
 """Columns whose errors are fed back at once to all columns behind them."""
 BAND = 1 << 25
 """Weights that are rounded at a time: rows are independent of each other."""
+STEPS = 1
+"""Alternations of `search` for a line that is then moved to the grid of its super-scale, and found again by descent."""
 ROUNDS = 4
 """Alternations of rounding and low rank; the best one is kept, and the first that does not improve ends them."""
 
@@ -161,7 +163,7 @@ class _Lines:
             self.scale[g], self.offset[g] = grid.scale[:, 0], grid.offset[:, 0]
             return
         w, units = columns.T.contiguous(), self._units[:, g * group // superscale.SPAN]
-        start = find_scales(w, fmt, "search", weight=cost)
+        start = find_scales(w, fmt, "search", steps=STEPS, weight=cost)
         self._s[:, g], self._o[:, g] = line_within(w, start, units, fmt, cost)
         self.scale[g], self.offset[g] = superscale.line(self._s[:, g], self._o[:, g], units, fmt.bits)
 
