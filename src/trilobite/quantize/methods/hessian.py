@@ -128,6 +128,17 @@ def hessian_note(tokens: int, part: float) -> dict[str, Any]:
     return {"tokens": tokens} | ({"own": float(f"{part:.4g}")} if part < 1 else {})
 
 
+def damped(h: Tensor) -> Tensor:
+    """H with DAMPING of its mean diagonal added to the diagonal: the loss whose minimum `inverse_factor` leads to.
+
+    h: [K, K] fp32    Columns that no input ever excited get the mean of the others, as there.
+    """
+    diagonal = h.diagonal()
+    alive = diagonal > 0
+    mean = float(diagonal[alive].mean()) if bool(alive.any()) else 1.0
+    return h + torch.where(alive, DAMPING * mean, mean).diag()
+
+
 def inverse_factor(h: Tensor) -> Tensor:
     """The upper triangular U with H^-1 = U^T U, of the damped H.
 
