@@ -120,18 +120,21 @@ template <bool WEIGHTED> static QuantizeLine best_line(const QuantizeGroup &g, i
   Lanes mean = all(0);
   for (int i = 0; i < g.columns; i++) mean += g.weight_of(i) * g.w[i];
   mean /= (float)g.columns;
-  QuantizeLine best = range;
-  Lanes least = all(__builtin_inff());
+  QuantizeLine line[4];
   for (int s = 0; s < starts; s++) {
-    QuantizeLine line = range;
-    line.scale *= shrinks[g.bits][s];
-    if (!g.symmetric) line.offset = middle + line.scale * 0.5f;
-    for (int step = 0; step < steps; step++) line = refit<WEIGHTED>(g, line, mean, least_weight);
-    const Lanes error = squared_error<WEIGHTED>(g, line);
+    line[s].scale = range.scale * shrinks[g.bits][s];
+    line[s].offset = g.symmetric ? all(0) : middle + line[s].scale * 0.5f;
+  }
+  for (int step = 0; step < steps; step++)  // one start does not wait for the last sums of another
+    for (int s = 0; s < starts; s++) line[s] = refit<WEIGHTED>(g, line[s], mean, least_weight);
+  QuantizeLine best = line[0];
+  Lanes least = squared_error<WEIGHTED>(g, best);
+  for (int s = 1; s < starts; s++) {
+    const Lanes error = squared_error<WEIGHTED>(g, line[s]);
     const Bits better = error < least;
     least = choose(better, error, least);
-    best.scale = choose(better, line.scale, best.scale);
-    best.offset = choose(better, line.offset, best.offset);
+    best.scale = choose(better, line[s].scale, best.scale);
+    best.offset = choose(better, line[s].offset, best.offset);
   }
   if (!g.symmetric) best.offset -= half * best.scale;
   return best;
