@@ -2,21 +2,13 @@
 // (formats/incoherence.py). H is the Kronecker product of a few dense cores and of Sylvester's matrix, whose factor of the
 // dimension comes last.
 
-#ifdef __clang__
-#define TRILOBITE_SWAP(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
-#else
-#define TRILOBITE_SWAP(v, ...) __builtin_shuffle(v, (Bits){__VA_ARGS__})
-#endif
-
-// Lanes i and i ^ STEP of a vector -> their sum and their difference.
-template <int STEP> static inline Lanes butterfly(Lanes v) {
-  Lanes other, sign;
-  if (STEP == 1) other = TRILOBITE_SWAP(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  else if (STEP == 2) other = TRILOBITE_SWAP(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  else if (STEP == 4) other = TRILOBITE_SWAP(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  else other = TRILOBITE_SWAP(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  for (int i = 0; i < ROWS; i++) sign[i] = i & STEP ? -1.0f : 1.0f;
-  return v * sign + other;
+// Lanes i and i ^ STEP of a vector -> their sum and their difference, for all steps from this one down.
+template <int STEP> static inline Lanes butterflies(Lanes v) {
+  if constexpr (STEP > 1) v = butterflies<STEP / 2>(v);
+  Bits other;
+  Lanes sign;
+  for (int i = 0; i < LANES; i++) other[i] = i ^ STEP, sign[i] = i & STEP ? -1.0f : 1.0f;
+  return v * sign + pick(v, v, other);
 }
 
 static inline Lanes load_lanes(const float *p) {
@@ -28,7 +20,7 @@ static inline void store_lanes(float *p, Lanes v) { memcpy(p, &v, sizeof v); }
 
 // Sylvester's matrix of order n, a power of two, times x.
 static void sylvester(float *x, int64_t n) {
-  if (n < ROWS) {
+  if (n < LANES) {
     for (int64_t h = 1; h < n; h *= 2)
       for (int64_t i = 0; i < n; i++)
         if (!(i & h)) {
@@ -37,11 +29,10 @@ static void sylvester(float *x, int64_t n) {
         }
     return;
   }
-  for (int64_t i = 0; i < n; i += ROWS)
-    store_lanes(x + i, butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load_lanes(x + i))))));
-  for (int64_t h = ROWS; h < n; h *= 2)
+  for (int64_t i = 0; i < n; i += LANES) store_lanes(x + i, butterflies<LANES / 2>(load_lanes(x + i)));
+  for (int64_t h = LANES; h < n; h *= 2)
     for (int64_t i = 0; i < n; i += 2 * h)
-      for (int64_t j = i; j < i + h; j += ROWS) {
+      for (int64_t j = i; j < i + h; j += LANES) {
         const Lanes a = load_lanes(x + j), b = load_lanes(x + j + h);
         store_lanes(x + j, a + b);
         store_lanes(x + j + h, a - b);
@@ -56,15 +47,15 @@ static inline void core_columns(const float *core, int64_t order, bool transpose
   for (int64_t i = 0; i < order; i++) {
     Lanes sum[V] = {};
     for (int64_t j = 0; j < order; j++)
-      for (int v = 0; v < V; v++) sum[v] += core[i * row + j * step] * load_lanes(x + j * after + v * ROWS);
-    for (int v = 0; v < V; v++) store_lanes(out + i * after + v * ROWS, sum[v]);
+      for (int v = 0; v < V; v++) sum[v] += core[i * row + j * step] * load_lanes(x + j * after + v * LANES);
+    for (int v = 0; v < V; v++) store_lanes(out + i * after + v * LANES, sum[v]);
   }
 }
 
 static void multiply_core(const float *core, int64_t order, bool transpose, const float *x, int64_t after, float *out) {
   int64_t c = 0;
-  for (; c + 4 * ROWS <= after; c += 4 * ROWS) core_columns<4>(core, order, transpose, x + c, after, out + c);
-  for (; c + ROWS <= after; c += ROWS) core_columns<1>(core, order, transpose, x + c, after, out + c);
+  for (; c + 4 * LANES <= after; c += 4 * LANES) core_columns<4>(core, order, transpose, x + c, after, out + c);
+  for (; c + LANES <= after; c += LANES) core_columns<1>(core, order, transpose, x + c, after, out + c);
   for (; c < after; c++)
     for (int64_t i = 0; i < order; i++) {
       float sum = 0;

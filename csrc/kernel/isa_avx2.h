@@ -2,6 +2,7 @@
 // where the translation unit is compiled for it.
 #define UNROLL _Pragma("GCC unroll 8")
 struct Isa {
+  static constexpr int LANES = 8;  // floats in a register
   static constexpr int TOKENS_AT_ONCE = 2;
   static constexpr int STREAMS = 1;        // bands that one token reads at a time
   static constexpr bool MATRICES = false;  // products of two rows and two tokens (isa_neon.h)

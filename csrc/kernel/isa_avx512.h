@@ -2,7 +2,8 @@
 #define UNROLL _Pragma("GCC unroll 8")
 #define UNROLL16 _Pragma("GCC unroll 16")
 struct Isa {
-  static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
+  static constexpr int LANES = 16;  // floats in a register
+  static constexpr int STEPS = 8;   // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 4;
   static constexpr bool MATRICES = false;
   static constexpr bool SHORT_RUNS = false;

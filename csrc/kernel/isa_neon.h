@@ -2,6 +2,7 @@
 // that multiply matrices of bytes (i8mm). A register of the layout is four of 128 bits.
 #define UNROLL _Pragma("GCC unroll 8")
 struct Isa {
+  static constexpr int LANES = 4;  // floats in a register
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 2;
   static constexpr bool SHORT_RUNS = false;

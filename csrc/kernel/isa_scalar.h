@@ -1,6 +1,7 @@
 // Portable vectors: 64 code bytes, 16 int32, 16 fp32. Plain loops, which compilers turn into whatever the machine has.
 #define UNROLL
 struct Isa {
+  static constexpr int LANES = 4;  // floats in a register
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 1;
   static constexpr bool MATRICES = false;

@@ -1,10 +1,11 @@
 // One tile of 16 rows x one group: scales and offsets by rtn, search or hqq, codes on the stored grid, packed planes.
-// The twin of trilobite/quantize/{rtn,search,hqq}.py, which explain the methods. Vectors hold the 16 rows of the tile,
-// one row a lane, so that every sum over a group is a plain accumulation; GCC's vector types let each tier compile the
-// same lines for its registers.
+// The twin of trilobite/quantize/{rtn,search,hqq}.py, which explain the methods. A vector holds as many rows of the tile
+// as a register has lanes, one row a lane, so that every sum over a group is a plain accumulation; GCC's vector types let
+// each tier compile the same lines for its registers.
 
-typedef float Lanes __attribute__((vector_size(64)));
-typedef int32_t Bits __attribute__((vector_size(64)));
+constexpr int LANES = Isa::LANES;
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
 
 static inline Lanes all(float x) { return Lanes{} + x; }
 static inline Lanes choose(Bits take, Lanes a, Lanes b) { return take ? a : b; }
@@ -62,10 +63,6 @@ struct QuantizeGroup {
   float bottom() const { return symmetric ? -(float)(1 << (bits - 1)) : 0.0f; }
 };
 
-static inline Lanes nearest_code(const QuantizeGroup &g, Lanes w, const QuantizeLine &line, Lanes inverse) {
-  return nearest(at_most(at_least((w - line.offset) * inverse, all(g.bottom())), all(g.top())));
-}
-
 static QuantizeLine fit_rtn(const QuantizeGroup &g) {
   Lanes low = g.w[0], high = g.w[0];
   for (int i = 1; i < g.columns; i++) {
@@ -76,60 +73,75 @@ static QuantizeLine fit_rtn(const QuantizeGroup &g) {
   return {(high - low) / g.top(), low};
 }
 
-// One pass: squared error of `line`, columns weighted, and the line that fits the codes it gives best. The spread of
-// codes that are not all the same is almost `least` or more.
-static inline QuantizeLine refit(const QuantizeGroup &g, const QuantizeLine &line, float least, Lanes *error) {
-  const Lanes inverse = reciprocal(line.scale);
-  // Codes are counted from the middle, which keeps the sums small.
-  const float middle = g.symmetric ? 0.0f : 0.5f * g.top();
-  Lanes squares = all(0), q1 = all(0), q2 = all(0), qw = all(0), w1 = all(0);
-  for (int i = 0; i < g.columns; i++) {
-    const Lanes code = nearest_code(g, g.w[i], line, inverse);
-    const Lanes residual = (g.w[i] - line.offset) - code * line.scale;
-    const float weight = g.weight_of(i);
-    squares += weight * residual * residual;
-    const Lanes q = code - middle, weighted = weight * q;
-    q1 += weighted;
-    q2 += weighted * q;
-    qw += weighted * g.w[i];
-    w1 += weight * g.w[i];
-  }
-  *error = squares;
-  if (g.symmetric) return {choose(q2 > all(0), qw / at_least(q2, all(1e-30f)), line.scale), all(0)};
-  const float n = (float)g.columns;
-  const Lanes mean_q = q1 / n, mean_w = w1 / n;
-  const Lanes spread = q2 - q1 * mean_q, covariance = qw - q1 * mean_w;
-  const Lanes low = all(0.5f * least);
-  const Lanes scale = choose(spread > low, covariance / at_least(spread, low), line.scale);
-  return {scale, mean_w - scale * (mean_q + middle)};
+// The searches count codes from the middle one, as symmetric formats do, which keeps the sums small.
+static inline Lanes middle_code(const QuantizeGroup &g, Lanes w, const QuantizeLine &line, Lanes inverse) {
+  const float half = (float)(1 << (g.bits - 1));
+  return nearest(at_most(at_least((w - line.offset) * inverse, all(-half)), all(half - 1)));
 }
 
-static QuantizeLine fit_search(const QuantizeGroup &g, int steps) {
+// The line that fits the codes best which `line` gives, columns weighted, and whose error therefore is no greater.
+// mean: of the weights; the spread of codes that are not all the same is almost `least` or more.
+template <bool WEIGHTED>
+static inline QuantizeLine refit(const QuantizeGroup &g, const QuantizeLine &line, Lanes mean, float least) {
+  const Lanes inverse = reciprocal(line.scale);
+  Lanes q1[2] = {}, q2[2] = {}, qw[2] = {};  // sums of every other column, which need not wait for each other
+  for (int i = 0; i < g.columns; i += 2)
+    for (int j = 0; j < 2; j++) {
+      const Lanes w = g.w[i + j], q = middle_code(g, w, line, inverse), weighted = WEIGHTED ? g.weight[i + j] * q : q;
+      q1[j] += weighted;
+      q2[j] += weighted * q;
+      qw[j] += weighted * w;
+    }
+  const Lanes along = qw[0] + qw[1], square = q2[0] + q2[1];
+  if (g.symmetric) return {choose(square > all(0), along / at_least(square, all(1e-30f)), line.scale), all(0)};
+  const Lanes sum = q1[0] + q1[1], mean_q = sum / (float)g.columns;
+  const Lanes spread = square - sum * mean_q, low = all(0.5f * least);
+  const Lanes scale = choose(spread > low, (along - sum * mean) / at_least(spread, low), line.scale);
+  return {scale, mean - scale * mean_q};
+}
+
+template <bool WEIGHTED> static inline Lanes squared_error(const QuantizeGroup &g, const QuantizeLine &line) {
+  const Lanes inverse = reciprocal(line.scale);
+  Lanes squares[2] = {};
+  for (int i = 0; i < g.columns; i += 2)
+    for (int j = 0; j < 2; j++) {
+      const Lanes w = g.w[i + j], left = (w - line.offset) - middle_code(g, w, line, inverse) * line.scale;
+      squares[j] += (WEIGHTED ? g.weight[i + j] * left : left) * left;
+    }
+  return squares[0] + squares[1];
+}
+
+template <bool WEIGHTED> static QuantizeLine best_line(const QuantizeGroup &g, int steps) {
   static const float shrinks[9][4] = {{}, {}, {1, .85f, .7f, .55f}, {1, .85f, .7f}, {1, .85f}, {}, {}, {}, {1}};
   const int starts = g.bits == 2 ? 4 : g.bits == 3 ? 3 : g.bits == 4 ? 2 : 1;
   const QuantizeLine range = fit_rtn(g);
-  QuantizeLine best = range;
-  Lanes least = all(__builtin_inff());
-  const float least_weight = g.least_weight();
+  const float half = (float)(1 << (g.bits - 1)), least_weight = g.least_weight();
+  const Lanes middle = g.symmetric ? all(0) : range.offset + range.scale * (0.5f * g.top());
+  Lanes mean = all(0);
+  for (int i = 0; i < g.columns; i++) mean += g.weight_of(i) * g.w[i];
+  mean /= (float)g.columns;
+  QuantizeLine line[4];
   for (int s = 0; s < starts; s++) {
-    QuantizeLine line = range;
-    const float factor = shrinks[g.bits][s];
-    line.scale = range.scale * factor;
-    if (!g.symmetric) {
-      const Lanes middle = range.offset + range.scale * (0.5f * g.top());
-      line.offset = middle - (middle - range.offset) * factor;
-    }
-    for (int step = 0; step <= steps; step++) {
-      Lanes error;
-      const QuantizeLine next = refit(g, line, least_weight, &error);
-      const Bits better = error < least;
-      least = choose(better, error, least);
-      best.scale = choose(better, line.scale, best.scale);
-      best.offset = choose(better, line.offset, best.offset);
-      line = next;
-    }
+    line[s].scale = range.scale * shrinks[g.bits][s];
+    line[s].offset = g.symmetric ? all(0) : middle + line[s].scale * 0.5f;
   }
+  for (int step = 0; step < steps; step++)  // one start does not wait for the last sums of another
+    for (int s = 0; s < starts; s++) line[s] = refit<WEIGHTED>(g, line[s], mean, least_weight);
+  QuantizeLine best = line[0];
+  Lanes least = squared_error<WEIGHTED>(g, best);
+  for (int s = 1; s < starts; s++) {
+    const Lanes error = squared_error<WEIGHTED>(g, line[s]);
+    const Bits better = error < least;
+    least = choose(better, error, least);
+    best.scale = choose(better, line[s].scale, best.scale);
+    best.offset = choose(better, line[s].offset, best.offset);
+  }
+  if (!g.symmetric) best.offset -= half * best.scale;
   return best;
+}
+
+static QuantizeLine fit_search(const QuantizeGroup &g, int steps) {
+  return g.weight ? best_line<true>(g, steps) : best_line<false>(g, steps);
 }
 
 constexpr int HQQ_ITERATIONS = 20;  // as in hqq.py, with p = 0.7
@@ -144,7 +156,7 @@ static QuantizeLine fit_hqq(const QuantizeGroup &g) {
   const Lanes mean = sum / n;
   for (int i = 0; i < g.columns; i++) squares += (g.w[i] - mean) * (g.w[i] - mean);
   Lanes sigma;
-  for (int lane = 0; lane < ROWS; lane++) sigma[lane] = __builtin_sqrtf(squares[lane] / n);
+  for (int lane = 0; lane < LANES; lane++) sigma[lane] = __builtin_sqrtf(squares[lane] / n);
   sigma = at_least(sigma, all(1e-30f));
   const Lanes normal = 1.0f / sigma, s = at_least(range.scale / sigma, all(1e-30f)), inverse = 1.0f / s;
   // Measured from the lowest weight, where z is 0: far from zero, z would be large and rounding would eat the codes.
@@ -171,10 +183,16 @@ static QuantizeLine fit_hqq(const QuantizeGroup &g) {
   return {range.scale, range.offset - best * range.scale};
 }
 
-// The grid as stored: fp16, rounded to nearest even.
-static inline float through_half(float x, uint16_t *stored) {
-  *stored = float_to_half(x);
-  return half_to_float(*stored);
+// As stored: fp16, rounded to nearest even.
+static inline Lanes through_half(Lanes x, uint16_t stored[LANES]) {
+  float lanes[LANES];
+  memcpy(lanes, &x, sizeof x);
+  for (int r = 0; r < LANES; r++) {
+    stored[r] = float_to_half(lanes[r]);
+    lanes[r] = half_to_float(stored[r]);
+  }
+  memcpy(&x, lanes, sizeof x);
+  return x;
 }
 
 // 16 x 32 codes, lanes of rows, to `bits` planes of 64 bytes (formats/bitpack.py).
@@ -198,58 +216,72 @@ static void pack_block(const uint8_t (*step)[64], int steps, int bits, uint8_t *
   }
 }
 
-// Lanes l of m[i] <-> lane i of m[l]. Four rounds, each swapping blocks of half the size.
-static inline void transpose(Lanes m[ROWS]) {
-#if defined(__AVX512F__) && !defined(__clang__)  // which has no __builtin_shuffle
-#define SWAP_BLOCKS(SIDE)                                                                    \
-  {                                                                                          \
-    Bits first, second;                                                                      \
-    for (int l = 0; l < ROWS; l++)                                                           \
-      first[l] = l & SIDE ? ROWS + l - SIDE : l, second[l] = l & SIDE ? ROWS + l : l + SIDE; \
-    _Pragma("GCC unroll 16") for (int i = 0; i < ROWS; i++) {                                \
-      if (i & SIDE) continue;                                                                \
-      const Lanes a = m[i], b = m[i + SIDE];                                                 \
-      m[i] = __builtin_shuffle(a, b, first);                                                 \
-      m[i + SIDE] = __builtin_shuffle(a, b, second);                                         \
-    }                                                                                        \
-  }
-  SWAP_BLOCKS(1) SWAP_BLOCKS(2) SWAP_BLOCKS(4) SWAP_BLOCKS(8)
-#undef SWAP_BLOCKS
+// Lanes `at` of a and b, which follow each other.
+static inline Lanes pick(Lanes a, Lanes b, Bits at) {
+#ifdef __clang__
+  Lanes picked;
+  for (int l = 0; l < LANES; l++) picked[l] = at[l] < LANES ? a[at[l]] : b[at[l] - LANES];
+  return picked;
 #else
-  for (int i = 0; i < ROWS; i++)
-    for (int l = 0; l < i; l++) {
-      const float x = m[i][l];
-      m[i][l] = m[l][i];
-      m[l][i] = x;
-    }
+  return __builtin_shuffle(a, b, at);
 #endif
 }
 
-// Rows of the matrix to lanes of columns; rows past the end count as zero. Groups are multiples of 16 columns.
-static void load_columns(const QuantizeTile &t, Lanes *columns) {
-  for (int i = 0; i < t.group; i += ROWS) {
-    Lanes *m = columns + i;
-    for (int r = 0; r < ROWS; r++)
+// Swaps blocks of SIDE x SIDE, then those of half the size: lane l of m[i] <-> lane i of m[l].
+template <int SIDE> static inline void swap_blocks(Lanes m[LANES]) {
+  Bits first, second;
+  for (int l = 0; l < LANES; l++)
+    first[l] = l & SIDE ? LANES + l - SIDE : l, second[l] = l & SIDE ? LANES + l : l + SIDE;
+  _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {
+    if (i & SIDE) continue;
+    const Lanes a = m[i], b = m[i + SIDE];
+    m[i] = pick(a, b, first);
+    m[i + SIDE] = pick(a, b, second);
+  }
+  if constexpr (SIDE > 1) swap_blocks<SIDE / 2>(m);
+}
+
+static inline void transpose(Lanes m[LANES]) { swap_blocks<LANES / 2>(m); }
+
+// The part of a tile that vectors hold: LANES of its rows, or those which there are.
+static inline QuantizeTile rows_of(const QuantizeTile &t, int first) {
+  QuantizeTile part = t;
+  part.w += first * t.ld;
+  part.scale += first * t.line_ld;
+  if (t.offset) part.offset += first * t.line_ld;
+  if (t.original) part.original += first * t.ld;
+  if (t.values) part.values += first * t.ld;
+  part.rows = t.rows - first < 0 ? 0 : t.rows - first < LANES ? t.rows - first : LANES;
+  return part;
+}
+
+// Rows of the matrix to lanes of columns. Rows past the end are zeros, whose scales and codes are zeros.
+static void load_columns(const QuantizeTile &t, int count, Lanes *columns) {
+  for (int i = 0; i < count; i += LANES) {
+    Lanes m[LANES];
+    for (int r = 0; r < LANES; r++)
       if (r < t.rows) memcpy(&m[r], t.w + r * t.ld + i, sizeof *m);
       else m[r] = all(0);
     transpose(m);
+    memcpy(columns + i, m, sizeof m);
   }
 }
 
 // Codes of all columns on the stored grid, and what they leave of the original.
-static void round_tile(const QuantizeGroup &g, const QuantizeLine &grid, uint8_t *codes, const QuantizeTile &t) {
+static void round_rows(const QuantizeGroup &g, const QuantizeLine &grid, uint8_t *codes, const QuantizeTile &t) {
   const Lanes inverse = reciprocal(grid.scale);
   const Lanes zero = g.symmetric ? grid.scale * g.bottom() : grid.offset;
   const Lanes top = all((float)((1 << g.bits) - 1));
-  for (int i = 0; i < g.columns; i += ROWS) {
-    Lanes values[ROWS];
-    for (int j = 0; j < ROWS; j++) {
+  for (int i = 0; i < g.columns; i += LANES) {
+    Lanes values[LANES];
+    Bits four = {};  // codes of a row
+    for (int j = 0; j < LANES; j++) {
       const Lanes q = nearest(at_most(at_least((g.w[i + j] - zero) * inverse, all(0)), top));
       values[j] = q * grid.scale + zero;
-      if (!codes) continue;
-      const Bits whole = __builtin_convertvector(q, Bits);
-      uint8_t *at = codes + ((i + j) / 4) * 64 + j % 4;
-      for (int r = 0; r < ROWS; r++) at[4 * r] = (uint8_t)whole[r];
+      four |= __builtin_convertvector(q, Bits) << j % 4 * 8;
+      if (j % 4 != 3) continue;
+      if (codes) memcpy(codes + (i + j) / 4 * 64, &four, sizeof four);
+      four = Bits{};
     }
     if (!t.values) continue;
     transpose(values);
@@ -262,28 +294,32 @@ static void round_tile(const QuantizeGroup &g, const QuantizeLine &grid, uint8_t
   }
 }
 
+static inline QuantizeLine fit_line(const QuantizeGroup &g, const QuantizeTile &t) {
+  if (t.method == QUANTIZE_SEARCH) return fit_search(g, t.steps);
+  return t.method == QUANTIZE_HQQ ? fit_hqq(g) : fit_rtn(g);
+}
+
+static inline void store_line(const QuantizeTile &t, int group, const QuantizeLine &line) {
+  for (int r = 0; r < t.rows; r++) {
+    t.scale[r * t.line_ld + group] = line.scale[r];
+    if (!t.symmetric) t.offset[r * t.line_ld + group] = line.offset[r];
+  }
+}
+
 static void quantize_tile(const QuantizeTile &t) {
   Lanes *columns = (Lanes *)t.scratch;
-  load_columns(t, columns);
-  const QuantizeGroup g{columns, t.weight, t.group, t.bits, t.symmetric};
-  QuantizeLine line;
-  if (t.method == QUANTIZE_SEARCH) line = fit_search(g, t.steps);
-  else if (t.method == QUANTIZE_HQQ) line = fit_hqq(g);
-  else line = fit_rtn(g);
-  QuantizeLine grid = line;
-  uint16_t scales[ROWS] = {}, offsets[ROWS] = {};
-  for (int r = 0; r < ROWS; r++) {
-    if (r >= t.rows) break;
-    grid.scale[r] = through_half(line.scale[r], &scales[r]);
-    grid.offset[r] = through_half(line.offset[r], &offsets[r]);
-    t.scale[r * t.line_ld] = line.scale[r];
-    if (!t.symmetric) t.offset[r * t.line_ld] = line.offset[r];
-  }
   uint8_t *codes = t.packed ? (uint8_t *)(columns + t.group) : nullptr;
-  round_tile(g, grid, codes, t);
+  uint16_t scales[ROWS], offsets[ROWS];
+  for (int first = 0; first < ROWS; first += LANES) {
+    const QuantizeTile part = rows_of(t, first);
+    load_columns(part, t.group, columns);
+    const QuantizeGroup g{columns, t.weight, t.group, t.bits, t.symmetric};
+    const QuantizeLine line = fit_line(g, t);
+    store_line(part, 0, line);
+    const QuantizeLine grid{through_half(line.scale, scales + first), through_half(line.offset, offsets + first)};
+    round_rows(g, grid, codes ? codes + 4 * first : nullptr, part);
+  }
   if (!t.packed) return;
-  for (int r = t.rows; r < ROWS; r++)  // padding rows are zero codes
-    for (int i = 0; i < t.group; i++) codes[(i / 4) * 64 + 4 * r + i % 4] = 0;
   const int width = t.group < BLOCK ? HALF : BLOCK;
   for (int at = 0; at < t.group; at += width)
     pack_block((const uint8_t (*)[64])(codes + at * ROWS), width / 4, t.bits, t.packed + (int64_t)at * t.bits * 2);

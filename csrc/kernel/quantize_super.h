@@ -68,17 +68,13 @@ static void add_counts(const QuantizeGroup &g, const SubGroup &sub, Lanes invers
   }
 }
 
-static inline Lanes half_lanes(Lanes x, uint16_t stored[ROWS]) {
-  Lanes y = x;
-  for (int r = 0; r < ROWS; r++) y[r] = through_half(x[r] * PARTS, &stored[r]) / PARTS;
-  return y;
+static inline Lanes super_through_half(Lanes x, uint16_t stored[LANES]) {
+  return through_half(x * PARTS, stored) * (1 / PARTS);
 }
 
-static void quantize_span(const QuantizeTile &t, int span) {
+static void quantize_span_rows(const QuantizeTile &t, int span, int first, uint8_t *codes) {
   Lanes *columns = (Lanes *)t.scratch;
-  QuantizeTile all_columns = t;
-  all_columns.group = span;
-  load_columns(all_columns, columns);
+  load_columns(t, span, columns);
   const int groups = span / t.group;
   const float unit = (float)offset_unit(SUPER + t.bits);
   QuantizeLine line[MOST_GROUPS];
@@ -91,54 +87,55 @@ static void quantize_span(const QuantizeTile &t, int span) {
     mean[i] = t.weight ? sum / (float)t.group : 1;
     for (int j = 0; t.weight && j < t.group; j++) weight[i * t.group + j] = t.weight[i * t.group + j] / mean[i];
   }
-  auto part = [&](int i) {
+  auto group = [&](int i) {
     const int at = i * t.group;
     return QuantizeGroup{columns + at, t.weight ? weight + at : nullptr, t.group, t.bits, false};
   };
   for (int i = 0; i < groups; i++) {
-    const QuantizeGroup g = part(i);
-    if (t.method == QUANTIZE_SEARCH) line[i] = fit_search(g, t.steps);
-    else if (t.method == QUANTIZE_HQQ) line[i] = fit_hqq(g);
-    else line[i] = fit_rtn(g);
-    for (int r = 0; r < t.rows; r++)
-      t.scale[r * t.line_ld + i] = line[i].scale[r], t.offset[r * t.line_ld + i] = line[i].offset[r];
+    const QuantizeGroup g = group(i);
+    line[i] = fit_line(g, t);
+    store_line(t, i, line[i]);
     const Lanes high = line[i].offset + line[i].scale * g.top(), low = line[i].offset * (-1 / (MOST_OFFSET * unit));
     super = at_least(at_least(super, line[i].scale * (1 / MOST_SCALE)), low);
     super = at_least(super, high * (1 / __builtin_fminf(MOST_COUNT / 2, MOST_SCALE * g.top())));
   }
-  uint16_t stored[ROWS];
-  super = half_lanes(super, stored);
+  uint16_t stored[LANES];
+  super = super_through_half(super, stored);
   const bool search = t.method == QUANTIZE_SEARCH;
   const int rounds = search && t.steps < REFINE_ROUNDS ? t.steps : REFINE_ROUNDS;
   for (int round = 0; round < (search ? rounds : 1); round++) {
     const Lanes inverse = reciprocal(super);
     Lanes along = all(0), square = all(0);
     for (int i = 0; i < groups; i++) {
-      sub[i] = fit_sub(part(i), line[i], inverse, unit, search);
-      if (search) add_counts(part(i), sub[i], inverse, unit, mean[i], &along, &square);
+      sub[i] = fit_sub(group(i), line[i], inverse, unit, search);
+      if (search) add_counts(group(i), sub[i], inverse, unit, mean[i], &along, &square);
     }
-    if (search) super = half_lanes(choose(square > all(0), along / at_least(square, all(1e-30f)), super), stored);
+    if (search)
+      super = super_through_half(choose(square > all(0), along / at_least(square, all(1e-30f)), super), stored);
     for (int i = 0; i < groups; i++) line[i] = {super * sub[i].scale, super * base_of(sub[i].offset, unit)};
   }
-  const int width = t.tile_columns, per_tile = width / t.group;
-  const int64_t code_bytes = (int64_t)width * t.bits * 2, tile_bytes = code_bytes + ROWS * per_tile;
-  uint8_t *codes = t.packed ? (uint8_t *)(columns + span) : nullptr;
+  const int per_tile = t.tile_columns / t.group;
+  const int64_t code_bytes = (int64_t)t.tile_columns * t.bits * 2, tile_bytes = code_bytes + ROWS * per_tile;
   for (int i = 0; i < groups; i++) {
     QuantizeTile one = t;
     if (t.original) one.original = t.original + i * t.group;
     if (t.values) one.values = t.values + i * t.group;
-    round_tile(part(i), line[i], codes ? codes + i * t.group * ROWS : nullptr, one);
-    for (int r = 0; t.packed && r < ROWS; r++)
-      t.packed[i / per_tile * tile_bytes + code_bytes + r * per_tile + i % per_tile] =
+    round_rows(group(i), line[i], codes ? codes + i * t.group * ROWS : nullptr, one);
+    for (int r = 0; t.packed && r < LANES; r++)
+      t.packed[i / per_tile * tile_bytes + code_bytes + (first + r) * per_tile + i % per_tile] =
           r < t.rows ? (uint8_t)(sub[i].scale[r] - 1 + 16 * sub[i].offset[r]) : 0;
   }
+  if (t.packed) memcpy(t.super + 2 * first, stored, sizeof stored);
+}
+
+static void quantize_span(const QuantizeTile &t, int span) {
+  uint8_t *codes = t.packed ? (uint8_t *)t.scratch + SPAN * sizeof(Lanes) : nullptr;
+  for (int first = 0; first < ROWS; first += LANES)
+    quantize_span_rows(rows_of(t, first), span, first, codes ? codes + 4 * first : nullptr);
   if (!t.packed) return;
-  for (int r = t.rows; r < ROWS; r++) {  // padding rows are zeros
-    stored[r] = 0;
-    for (int i = 0; i < span; i++) codes[(i / 4) * 64 + 4 * r + i % 4] = 0;
-  }
+  const int width = t.tile_columns;
+  const int64_t tile_bytes = (int64_t)width * t.bits * 2 + ROWS * (width / t.group);
   for (int at = 0; at < span; at += BLOCK)
     pack_block((const uint8_t (*)[64])(codes + at * ROWS), BLOCK / 4, t.bits,
                t.packed + at / width * tile_bytes + (int64_t)(at % width) * t.bits * 2);
-  memcpy(t.super, stored, sizeof stored);
 }
