@@ -195,10 +195,11 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, dict[str, Found]
         text=args.calibration, samples=SAMPLES, context=args.context, propagate="original"
     )
     peers, found = Peers(model, calibration, args.work), {}
+    kept = replace(calibration, save=args.work / model.name / "text")  # Hessians, which all budgets share
     for data in (False,) if args.data is None else (False, True):
         ours = text_recipes() if data else free_recipes()
         variants: dict[str, Variant] = {
-            f"**{name}**": packed_variant(bench, recipe, args.work, calibration if data else None)
+            f"**{name}**": packed_variant(bench, recipe, args.work, kept if data else None)
             for name, recipe in ours.items()
         }
         variants |= dict(theirs(peers, args, data=data))
