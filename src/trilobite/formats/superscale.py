@@ -111,6 +111,14 @@ def store(s: Tensor, o: Tensor, supers: Tensor) -> tuple[Tensor, Tensor]:
     return by_row.transpose(1, 2).contiguous(), second.transpose(1, 2).contiguous().view(torch.uint8)
 
 
+def parts(stored: Tensor, second: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `store`: sub-scales, offset codes [n, groups] and units [n, D], all fp32."""
+    s, o = split(stored)
+    units = second.view(torch.float16).float() / PARTS
+    by_row = [part.transpose(1, 2).reshape(-1, part.shape[1])[:n] for part in (s, o, units)]
+    return by_row[0], by_row[1], by_row[2]
+
+
 def interleave(stored: Tensor, tiles: int) -> Tensor:
     """Bytes of groups as they lie in tiles, row by row: [B, groups, 16] -> [B, tiles, 16 * groups of a tile]."""
     b, groups, _ = stored.shape

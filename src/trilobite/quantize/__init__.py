@@ -5,7 +5,8 @@ run/         compress: from a checkpoint to a packed one      options: how      
              calibrated: those that need Hessians    guessed: importance without a run of the model
              planned: from a budget to a recipe    sensitivity    metadata: what it leaves
 methods/     registry: METHODS[name](w, fmt, hessian=…, compensation=…) -> Quantized
-             bands: of rows, by rtn, search or hqq    ldlq: lattice codes    gptq: feedback    hessian: what counts
+             bands: of rows, by rtn, search or hqq    ldlq: lattice codes    gptq: feedback    descent: after it
+             hessian: what counts
              milo: codes and a low-rank compensator in turn (lowrank, compensator)
 plan/        plan, ranks: a recipe becomes a line for every tensor    report: what that comes to    statistics
 budget/      choose: the recipe that loses least within a bound (units, loss, priors, solve), as rules, and an account

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from trilobite.kernels.ops import attend, attends
 
@@ -57,15 +58,34 @@ def attention_by_text(
     return output[None, ..., :width], None
 
 
+class Deferred:
+    """The `update` of a server's cache: modules of transformers 5.24 call it, and then attention, which really does it.
+
+    So pages hold what attention reads, not the latents it is made of, and nothing is gathered from them.
+    """
+
+    def __init__(self, cache: PagedAttentionCache) -> None:
+        """Put it into a cache."""
+        self.cache = cache
+        cache.update = self
+
+    def __call__(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values as they are; attention is told of the cache."""
+        kwargs["cache"] = self.cache
+        return key_states, value_states
+
+
 def _kept(module: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Keep the new keys and values; returns all, [.., kv heads, D], and which rows of them the texts have, in order."""
     cache, layer = kwargs["cache"], module.layer_idx
     pages = pages_of(kwargs, layer)
     if pages is not None:
         kwargs["read_index"] = [found[:0] for found in kwargs["read_index"]]  # write, and gather nothing
-        cache.update(key, value, layer, kwargs)
+        type(cache).update(cache, key, value, layer, kwargs)
         return pages
-    key, value = cache.update(key, value, layer, kwargs)
+    key, value = type(cache).update(cache, key, value, layer, kwargs)
     return key[0].transpose(0, 1), value[0].transpose(0, 1), torch.arange(key.shape[2], device=key.device)
 
 

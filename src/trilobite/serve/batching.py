@@ -17,7 +17,7 @@ from trilobite.errors import EvaluationError
 from trilobite.runtime.finite import not_finite
 from trilobite.runtime.step.replay import Step
 from trilobite.serve.answer import Answer, Wish
-from trilobite.serve.attention import ATTENTION, pages_of
+from trilobite.serve.attention import ATTENTION, Deferred, pages_of
 from trilobite.serve.call import CALL
 from trilobite.serve.pages import PAGE, Pages, page_width
 from trilobite.serve.sampler import Sampler
@@ -54,7 +54,9 @@ class Manager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def _create_batch_processor(self) -> Any:
         with _page_shape(self.model.config.get_text_config()):
-            return super()._create_batch_processor()
+            processor = super()._create_batch_processor()
+        Deferred(processor.cache)
+        return processor
 
 
 @contextlib.contextmanager

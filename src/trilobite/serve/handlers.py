@@ -52,9 +52,12 @@ class OneModel:
         """Text."""
         return Modality.LLM
 
-    def get_gen_models(self) -> list[Chunk]:
+    def list_models(self) -> list[Chunk]:
         """What /v1/models lists."""
         return [self.entry]
+
+    get_gen_models = list_models
+    """Its name before transformers 5.24."""
 
     def shutdown(self) -> None:
         """It stays as long as the process."""

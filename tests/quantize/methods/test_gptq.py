@@ -6,13 +6,17 @@ import torch
 from torch import Tensor
 
 from trilobite.errors import CalibrationError, ShapeError, WeightError
-from trilobite.formats import affine
+from trilobite.formats import affine, superscale
+from trilobite.formats.bitpack import unpack_blocks
 from trilobite.formats.weight import PackedWeight, dequantize
+from trilobite.quantize.methods import descent
+from trilobite.quantize.methods import gptq as gptq_module
 from trilobite.quantize.methods import hessian as hessian_module
 from trilobite.quantize.methods.gptq import LAZY
 from trilobite.quantize.methods.hessian import (
     DAMPING,
     ENOUGH,
+    damped,
     inverse_factor,
     own_part,
     shrink,
@@ -155,6 +159,66 @@ def test_a_weight_of_three_is_a_column_three_times(name: str) -> None:
     assert (offset is None) == (repeated[1] is None)
     if offset is not None and repeated[1] is not None:
         assert torch.allclose(offset, repeated[1], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["int2-g16-super", "int2-g32-super", "int3-g16-super", "int4-g32-super"])
+@pytest.mark.parametrize("k", [256, 320])
+def test_no_other_code_nor_line_is_better(name: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once descent has settled: by the loss in float64, code by code, and pair of sub-scale and offset code by pair."""
+    monkeypatch.setattr(descent, "PASSES", 60)
+    fmt, w, h = Format.parse(name), weights(5, k), hessian(k)
+    packed = METHODS["gptq"](w, fmt, hessian=h).weight
+    assert packed.scale is not None
+    split = affine.code_bytes(fmt, k)
+    tiles = packed.packed
+    codes = unpack_blocks(tiles[..., :split].reshape(1, k // 32, -1), fmt.bits).view(16, k)[:5]
+    stored, second = superscale.stored_parts(tiles[..., split:], packed.scale)
+    s, o, units = superscale.parts(stored, second.contiguous().view(torch.uint8), 5)
+    loss_h = damped(h).double().numpy()
+
+    def losses(codes: Tensor, s: Tensor, o: Tensor) -> np.ndarray:
+        scale, offset = superscale.line(s, o, superscale.by_group(units, s.shape[1], fmt), fmt.bits)
+        decoded = codes.view(5, -1, fmt.group) * scale[..., None] + offset[..., None]
+        e = (w - decoded.view(5, k)).double().numpy()
+        found: np.ndarray = np.einsum("nk,kl,nl->n", e, loss_h, e)
+        return found
+
+    least = losses(codes, s, o)
+    better = 0.0
+    for j in range(0, k, 3):
+        for step in (-1, 1):
+            other = codes.clone().int()
+            other[:, j] = (other[:, j] + step).clamp(0, 2**fmt.bits - 1)
+            better = max(better, float((1 - losses(other, s, o) / least).max()))
+    for g in range(s.shape[1]):
+        for more, further in ((-1, 0), (1, 0), (0, -1), (0, 1), (1, -1)):
+            s2, o2 = s.clone(), o.clone()
+            s2[:, g] = (s2[:, g] + more).clamp(1, superscale.SCALES)
+            o2[:, g] = torch.minimum(
+                (o2[:, g] + further).clamp(min=0), superscale.most_offset(s2[:, g], fmt.bits)
+            )
+            better = max(better, float((1 - losses(codes, s2, o2) / least).max()))
+    assert better < 1e-3
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq-order"])
+@pytest.mark.parametrize("name", ["int2-g16-super", "int3-g32-super"])
+def test_passes_lower_the_loss(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt, w, h = Format.parse(name), weights(33, 288), hessian(288)
+    proxies = []
+    for passes in (0, 1, 2):
+        monkeypatch.setattr(descent, "PASSES", passes)
+        proxies.append(METHODS[method](w, fmt, hessian=h).proxy or 0.0)
+    assert proxies[2] < proxies[1] < proxies[0]
+
+
+def test_lines_are_found_when_a_group_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fit what feedback has made of the weights, not what the weights were."""
+    monkeypatch.setattr(descent, "PASSES", 0)
+    fmt, w, h = Format.parse("int2-g16-super"), weights(48, 256), hessian(256)
+    found = METHODS["gptq"](w, fmt, hessian=h).proxy
+    monkeypatch.setattr(gptq_module._Lines, "find", lambda *_: None)
+    assert (found or 1) < 0.9 * (METHODS["gptq"](w, fmt, hessian=h).proxy or 0)
 
 
 def test_bands_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ all e_j^2: an error of column j costs 1 / U_jj^2. So each group's scale and offs
 weights, on the group as it is, compensated, when its first column is reached; they are rounded to what the format
 stores before anything is rounded to them.
 
+Super-scales are found beforehand, on the weights as they came, and each group's line under them when the group is
+reached; then `descent` finds all of it, and the codes, once more.
+
 `gptq-order` visits the columns by decreasing H_jj. Groups stay neighbours of a row, so kernels see nothing of it; their
 scales are found beforehand, on the weights as they came.
 """
@@ -17,19 +20,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trilobite.formats import affine
+from trilobite.formats import affine, superscale
 from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
 from trilobite.quantize.methods.bands import Tiles, bands, check_finite, find_scales, stored_grid
 from trilobite.quantize.methods.compensator import fit_factor, quantize_factor
-from trilobite.quantize.methods.hessian import given, inverse_factor, weighted_error
+from trilobite.quantize.methods.descent import descend
+from trilobite.quantize.methods.hessian import damped, given, inverse_factor, weighted_error
 from trilobite.quantize.methods.lowrank import truncated_svd
 from trilobite.quantize.methods.quantized import Compensation, Quantized
+from trilobite.quantize.methods.refine import line_within
 from trilobite.recipe import AnyFormat, Format
 
 LAZY = 128
 """Columns whose errors are fed back at once to all columns behind them."""
 BAND = 1 << 25
 """Weights that are rounded at a time: rows are independent of each other."""
+STEPS = 1
+"""Alternations of `search` for a line that is then moved to the grid of its super-scale, and found again by descent."""
 ROUNDS = 4
 """Alternations of rounding and low rank; the best one is kept, and the first that does not improve ends them."""
 
@@ -73,7 +80,7 @@ def gptq(
         proxy = max(weighted_error(e, h), 0.0) / total if total > 0 else 0.0
         return Quantized(weight=weight, error=float(e.norm()) / size if size else 0.0, proxy=proxy)
 
-    plain = measured(_rounded(w, fmt, order).weight())
+    plain = measured(_rounded(w, fmt, order, h).weight())
     if compensation is None or not compensation.rank:
         return plain
     rounds: list[Quantized] = []
@@ -82,7 +89,7 @@ def gptq(
         lra, lrb = _low_rank(w - _codes_only((rounds or [plain])[-1].weight), h, order, compensation)
         n, k = w.shape
         target = torch.addmm(w, decode_factor(lra, n).T, decode_factor(lrb, k), alpha=-1)
-        rounds.append(measured(_rounded(target, fmt, order).weight(lra, lrb)))
+        rounds.append(measured(_rounded(target, fmt, order, h).weight(lra, lrb)))
         proxies.append(rounds[-1].proxy or 0.0)
         if proxies[-1] >= min(proxies[:-1], default=math.inf):
             break
@@ -105,15 +112,18 @@ def _codes_only(weight: PackedWeight) -> Tensor:
     return dequantize(PackedWeight(shape=weight.shape, packed=weight.packed, scale=weight.scale))
 
 
-def _rounded(w: Tensor, fmt: Format, order: _Order) -> Tiles:
+def _rounded(w: Tensor, fmt: Format, order: _Order, hessian: Tensor) -> Tiles:
     """All rows, band by band. w: [N, K] fp32."""
     n, k = w.shape
     tiles = Tiles(fmt, (n, k), w.device)
+    loss = damped(hessian) if fmt.super_scales else hessian
     for rows in bands(n, k, BAND):
         # Second-level scales join groups, and another order reaches all groups at once: their scales come first.
         joined = fmt.double_quant or fmt.super_scales
         known = None if order.natural and not joined else _grid(w[rows], fmt, order.cost)
         codes, grid = _round_columns(w[rows], fmt, order, known)
+        if fmt.super_scales:
+            codes, grid = descend(w[rows], codes, grid, fmt, loss)
         tiles.put(rows, affine.encode(codes, grid, fmt), grid.super)
     return tiles
 
@@ -124,6 +134,50 @@ def _grid(w: Tensor, fmt: Format, cost: Tensor) -> affine.Grid:
     return stored_grid(w, scales, fmt, "search", weight=cost)
 
 
+class _Lines:
+    """Scales and offsets of groups [K/G, N] fp32 while columns are visited.
+
+    found: those of each group when it is reached, in the order of columns; else they are known beforehand
+    """
+
+    def __init__(self, w: Tensor, fmt: Format, order: _Order, known: affine.Grid | None) -> None:
+        n, k = w.shape
+        self._fmt, self._order, self._known = fmt, order, known
+        self.found = order.natural and (known is None or fmt.super_scales)
+        shape = k // fmt.group_size(k), n
+        self.scale, self.offset = w.new_empty(shape), w.new_empty(shape)
+        if known is not None:
+            self.scale.copy_(known.scale.T)
+            self.offset.copy_(known.offset.T)
+        if fmt.super_scales:
+            assert known is not None
+            assert known.super is not None
+            self._s, self._o, self._units = superscale.parts(known.stored, known.super, n)
+
+    def find(self, g: int, columns: Tensor) -> None:
+        """That of a group as it is now. columns: [G, N] fp32."""
+        fmt, group = self._fmt, len(columns)
+        cost = self._order.cost[g * group : (g + 1) * group]
+        if not fmt.super_scales:
+            grid = _grid(columns.T, fmt, cost)
+            self.scale[g], self.offset[g] = grid.scale[:, 0], grid.offset[:, 0]
+            return
+        w, units = columns.T.contiguous(), self._units[:, g * group // superscale.SPAN]
+        start = find_scales(w, fmt, "search", steps=STEPS, weight=cost)
+        self._s[:, g], self._o[:, g] = line_within(w, start, units, fmt, cost)
+        self.scale[g], self.offset[g] = superscale.line(self._s[:, g], self._o[:, g], units, fmt.bits)
+
+    def grid(self) -> affine.Grid:
+        """All of them as stored."""
+        fmt = self._fmt
+        if self._known is not None and not self.found:
+            return self._known
+        if fmt.super_scales:
+            return affine.super_grid(self._s, self._o, self._units, fmt)
+        offset = None if fmt.symmetric else self.offset.T.contiguous()
+        return affine.make_grid(self.scale.T.contiguous(), offset, fmt)
+
+
 def _round_columns(
     w: Tensor, fmt: Format, order: _Order, known: affine.Grid | None
 ) -> tuple[Tensor, affine.Grid]:
@@ -132,12 +186,7 @@ def _round_columns(
     group, top = fmt.group_size(k), 2**fmt.bits - 1
     work = w.T[order.columns].contiguous()  # [K, N]: a column is a contiguous row
     codes = torch.empty((k, n), dtype=torch.uint8, device=w.device)
-    scales = (
-        torch.empty((k // group, n), dtype=torch.float32, device=w.device)
-        if known is None
-        else known.scale.T.contiguous()
-    )
-    offsets = torch.empty_like(scales) if known is None else known.offset.T.contiguous()
+    lines = _Lines(w, fmt, order, known)
     columns = order.columns.tolist()
     for start, stop in _lazy_blocks(k, group):
         block = work[start:stop]
@@ -147,22 +196,16 @@ def _round_columns(
         for i in range(stop - start):
             column = columns[start + i]
             g = column // group
-            if known is None and column % group == 0:
-                here = slice(column, column + group)
-                grid = _grid(work[here].T, fmt, order.cost[here])
-                scales[g], offsets[g] = grid.scale[:, 0], grid.offset[:, 0]
-            scale, offset = scales[g], offsets[g]
+            if lines.found and column % group == 0:
+                lines.find(g, work[column : column + group])
+            scale, offset = lines.scale[g], lines.offset[g]
             inverse = torch.where(scale != 0, 1 / scale, 0.0)
             code = (block[i] - offset).mul_(inverse).round_().clamp_(0, top)
             codes[column] = code.to(torch.uint8)
             errors[i] = (block[i] - (code * scale).add_(offset)).div_(pivots[i])
             block[i + 1 :].addr_(upper[i, i + 1 :], errors[i], alpha=-1)
         work[stop:].addmm_(order.upper[start:stop, stop:].T, errors, alpha=-1)
-    if known is None:
-        known = affine.make_grid(
-            scales.T.contiguous(), None if fmt.symmetric else offsets.T.contiguous(), fmt
-        )
-    return codes.T.contiguous(), known
+    return codes.T.contiguous(), lines.grid()
 
 
 def _lazy_blocks(k: int, group: int) -> Iterator[tuple[int, int]]:

@@ -128,6 +128,24 @@ def hessian_note(tokens: int, part: float) -> dict[str, Any]:
     return {"tokens": tokens} | ({"own": float(f"{part:.4g}")} if part < 1 else {})
 
 
+def damped(h: Tensor) -> Tensor:
+    """H with DAMPING of its mean diagonal added to the diagonal: the loss whose minimum `inverse_factor` leads to.
+
+    h: [K, K] fp32    Columns that no input ever excited get the mean of the others, as there.
+    """
+    loss = h.clone()
+    loss.diagonal().add_(_damping(h, DAMPING))
+    return loss
+
+
+def _damping(h: Tensor, share: float) -> Tensor:
+    """What is added to the diagonal: a share of its mean, or the mean where no input came. h: [K, K] fp32 -> [K]."""
+    diagonal = h.diagonal()
+    alive = diagonal > 0
+    mean = float(diagonal[alive].mean()) if bool(alive.any()) else 1.0
+    return torch.where(alive, share * mean, mean)
+
+
 def inverse_factor(h: Tensor) -> Tensor:
     """The upper triangular U with H^-1 = U^T U, of the damped H.
 
@@ -138,17 +156,13 @@ def inverse_factor(h: Tensor) -> Tensor:
     h: [K, K] fp32    returns: [K, K] fp32    Raises CalibrationError for a non-finite or hopeless H.
     """
     check(h)
-    diagonal = h.diagonal()
-    alive = diagonal > 0
-    mean = float(diagonal[alive].mean()) if bool(alive.any()) else 1.0
     for factor in DAMPINGS:
         for dtype in (torch.float32, torch.float64):
             # Reversed in both directions, the lower Cholesky factor of H is the inverse of the upper one of H^-1.
-            damped = h.flip(0, 1).to(dtype)
-            added = torch.where(alive, factor * DAMPING * mean, mean).flip(0).to(dtype)
-            damped.diagonal().add_(added)
-            lower, info = torch.linalg.cholesky_ex(damped)
-            del damped
+            reversed_h = h.flip(0, 1).to(dtype)
+            reversed_h.diagonal().add_(_damping(h, factor * DAMPING).flip(0).to(dtype))
+            lower, info = torch.linalg.cholesky_ex(reversed_h)
+            del reversed_h
             if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
                 identity = torch.eye(len(h), dtype=dtype, device=h.device)
                 inverse = torch.linalg.solve_triangular(lower, identity, upper=False)

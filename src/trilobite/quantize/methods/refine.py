@@ -45,6 +45,20 @@ def refined(
     return affine.super_grid(s, o, supers, fmt)
 
 
+def line_within(
+    group: Tensor, line: tuple[Tensor, Tensor | None], units: Tensor, fmt: Format, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sub-scale and offset code [N] on which one group costs (locally) least in given units.
+
+    group: [N, G] fp32    line: scale and offset [N] or [N, 1], to begin with    units: [N]    weight: [G] fp32 > 0
+    """
+    scale, offset = line
+    assert offset is not None
+    start = scale.view(-1, 1), offset.view(-1, 1)
+    s, o = _nearby(group[:, None], *start, units[:, None], fmt, weight[None])
+    return s[:, 0], o[:, 0]
+
+
 def _counts(groups: Tensor, s: Tensor, o: Tensor, fmt: Format) -> Tensor:
     """What the best codes of groups [N, groups, G], in units, count: integers of that shape."""
     s, base = s[..., None], (superscale.UNITS[fmt.bits] * (o - superscale.MOST))[..., None]

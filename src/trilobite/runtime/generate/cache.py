@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from trilobite.errors import ArchitectureError
+from trilobite.runtime.cache_name import CACHE
 
 SHORTEST = 2048
 """Tokens of the smallest cache of fixed size: each size is compiled anew."""
@@ -101,9 +102,9 @@ class FixedCache:
         self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
             do_sample=False,
             min_new_tokens=WARM_UP,
             max_new_tokens=WARM_UP,
             pad_token_id=0,
+            **{CACHE: cache},
         )

@@ -16,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.errors import CheckpointError, DeviceError, PromptError, TrilobiteError
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.finite import FiniteLogits
 from trilobite.runtime.generate.cache import TextCache
 from trilobite.runtime.generate.streamer import OnText, Streamer, Unwanted
@@ -145,13 +146,13 @@ def continue_ids(
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=past,
             max_new_tokens=most,
             streamer=streamer,
             tokenizer=tokenizer,
             logits_processor=[FiniteLogits(model, ids)],
             stopping_criteria=[streamer.stop_at],
             pad_token_id=_first(model.generation_config.pad_token_id, model.generation_config.eos_token_id),
+            **{CACHE: past},
             **sampling.settings(),
         )
     if cache is not None and past is not None:

@@ -16,7 +16,7 @@ def is_step_in_pages(kwargs: dict[str, Any]) -> bool:
     return (
         type(ids) is Tensor
         and ids.shape == (1, 1)
-        and kwargs.get("cache") is not None
+        and kwargs.get("read_index") is not None
         and kwargs.get("attention_mask") is None
         and undisturbed()
     )

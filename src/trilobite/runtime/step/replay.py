@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 from trilobite.errors import one_line
 from trilobite.kernels import ops
 from trilobite.runtime.attention import ATTENTION, WITH_SINKS
+from trilobite.runtime.cache_name import CACHE, OLD
 from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.conditions import Kept, follows, grows, is_step_in_pages, same_bits, undisturbed
 from trilobite.runtime.step.lower import Lowered, lower
@@ -39,7 +40,7 @@ KNOWN = frozenset(
         "input_ids",
         "attention_mask",
         "position_ids",
-        "past_key_values",
+        CACHE,
         "use_cache",
         "logits_to_keep",
         "return_dict",
@@ -93,8 +94,10 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        if OLD in kwargs and CACHE not in kwargs:
+            kwargs[CACHE] = kwargs.pop(OLD)
         named = {"input_ids": args[0], **kwargs} if len(args) == 1 and "input_ids" not in kwargs else kwargs
-        if not self.looked and type(named.get("past_key_values")) is DynamicCache and undisturbed():
+        if not self.looked and type(named.get(CACHE)) is DynamicCache and undisturbed():
             self._look()
         run = self._way(named) if (self.why is None or self.wait) and len(args) < 2 else None
         if run is not None and self.lock.acquire(blocking=False):
@@ -110,7 +113,7 @@ class Step:
         cache, ids = DynamicCache(config=self.model.config), torch.zeros(1, 1, dtype=torch.int64)
         for _ in range(1 + RECORDED + COMPARED):
             if self.why is None:
-                self(input_ids=ids, past_key_values=cache, use_cache=True)
+                self(input_ids=ids, use_cache=True, **{CACHE: cache})
 
     def replay_in_pages(self, pages_of: PagesOf) -> None:
         """From now on, replay steps of one text in a server's pages; its attention does what the recorded one does."""
@@ -130,7 +133,7 @@ class Step:
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
         """Whether this is one new token of one text whose cache is transformers' own, and nothing else is asked for."""
         ids: Any = kwargs.get("input_ids")
-        cache: Any = kwargs.get("past_key_values")
+        cache: Any = kwargs.get(CACHE)
         if type(ids) is not Tensor or ids.shape != (1, 1) or type(cache) is not DynamicCache:
             return False
         keep = kwargs.get("logits_to_keep", 0)
@@ -187,15 +190,15 @@ class Step:
 
     def _arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Those of a step that is recorded: with its position, and without a mask of ones."""
-        length = kwargs["past_key_values"].get_seq_length()
+        length = kwargs[CACHE].get_seq_length()
         position = torch.full((1, 1), length, dtype=torch.int64)
-        ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
-        return {"input_ids": ids, "position_ids": position, "past_key_values": cache, "use_cache": True}
+        ids, cache = kwargs["input_ids"], kwargs[CACHE]
+        return {"input_ids": ids, "position_ids": position, CACHE: cache, "use_cache": True}
 
     def _record(self, kwargs: dict[str, Any]) -> Any:
         self._check_model()
-        self._check_state(kwargs["past_key_values"])
-        kept = Kept(kwargs["past_key_values"])
+        self._check_state(kwargs[CACHE])
+        kept = Kept(kwargs[CACHE])
         try:
             trace = record(self.model, self._forward, self._arguments(kwargs))
             self.traces.append(trace)
@@ -248,7 +251,7 @@ class Step:
         why = differ(first, second)
         if why:
             raise NotNow(why)
-        extra = [k for k, v in result.items() if v is not None and k not in ("logits", "past_key_values")]
+        extra = [k for k, v in result.items() if v is not None and k not in ("logits", CACHE)]
         if extra or result.logits.shape[:2] != (1, 1):
             raise NotNow(f"it returns {', '.join(extra) or list(result.logits.shape)}")
         self.ready = lower(second, result.logits)
@@ -309,11 +312,11 @@ class Step:
         return self.kind(logits=logits)
 
     def _replay(self, kwargs: dict[str, Any]) -> Any:
-        cache = kwargs["past_key_values"]
-        return self.kind(logits=self._run(cache, kwargs["input_ids"]), past_key_values=cache)
+        cache = kwargs[CACHE]
+        return self.kind(logits=self._run(cache, kwargs["input_ids"]), **{CACHE: cache})
 
     def _compare(self, kwargs: dict[str, Any]) -> Any:
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         kept = Kept(cache)
         expected = self._forward(**kwargs)
         after = Kept(cache)
@@ -334,7 +337,7 @@ class Step:
             raise Unsuited("its keys and values are other ones")
         self.compared += 1
         self.failures = 0
-        return self.kind(logits=logits, past_key_values=cache)
+        return self.kind(logits=logits, **{CACHE: cache})
 
 
 def _unsuited(e: BaseException) -> BaseException:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from trilobite.errors import TrilobiteError
 from trilobite.runtime import attention as attention_of_models
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.modules.residence import PackedModule
 
 
@@ -223,14 +224,14 @@ def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[str, Any]) -> Trace:
-    """Run a step of a model, and write it down. arguments: `input_ids`, `position_ids`, `past_key_values`, and more.
+    """Run a step of a model, and write it down. arguments: `input_ids`, `position_ids`, the cache, and more.
 
     Raises Unsuited for what a list cannot say; then the cache may hold rows of this step already.
     """
     ids, positions = (arguments[name].clone() for name in ("input_ids", "position_ids"))
     trace = Trace(inputs=(ids, positions))
     recorder = _Recorder(trace)
-    cache = arguments["past_key_values"]
+    cache = arguments[CACHE]
     packed = [m for m in model.modules() if isinstance(m, PackedModule)]
     with ExitStack() as stack:
         for module in packed:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from trilobite.models.stacked_experts import PlainExperts
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.finite import not_finite
 from trilobite.runtime.modules.experts import PackedExperts
 
@@ -34,10 +35,10 @@ class Rows:
         beams: int,
         pruning: Pruning,
     ) -> None:
-        """source: [B, S] int64    inputs: encoder_outputs, attention_mask, past_key_values, as `generate` made them."""
+        """source: [B, S] int64    inputs: encoder_outputs, attention_mask and the cache, as `generate` made them."""
         self.model, self.source, self.beams, self.pruning = model, source, beams, pruning
         self.encoder, self.mask = inputs["encoder_outputs"], inputs.get("attention_mask")
-        self.cache: EncoderDecoderCache = inputs["past_key_values"]
+        self.cache: EncoderDecoderCache = inputs[CACHE]
         rows, device = self.encoder.last_hidden_state.shape[0], self.encoder.last_hidden_state.device
         self.sentence = torch.arange(rows // beams, device=device)
         self.closed = torch.zeros(rows // beams, dtype=torch.bool, device=device)
@@ -55,9 +56,9 @@ class Rows:
             decoder_input_ids=tokens,
             encoder_outputs=self.encoder,
             attention_mask=self.mask,
-            past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
+            **{CACHE: self.cache},
         )
         logits: Tensor = made.logits[:, -1].float()
         bad = ~logits.amax(-1).isfinite()

@@ -7,6 +7,7 @@ for places, translations in translator.run(translator.encode(sentences)): ...
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from trilobite.errors import ArchitectureError, DeviceError, PromptError, SettingError
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.generate.text import blamed_on_settings, context_length
 from trilobite.runtime.translate.batches import batches
 from trilobite.runtime.translate.decoding import Decoded, Decoding, Hypothesis
@@ -153,14 +155,14 @@ class Translator:
         source, mask = self._pad(ids)
         limits = self._limits(ids)
         asked = {"length_penalty": search.length_penalty, "forced_bos_token_id": self.direction.first}
-        settings = {name: value for name, value in asked.items() if value is not None}
+        settings: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        # One that grows: transformers' own counts the layers of the encoder.
+        settings[CACHE] = EncoderDecoderCache(DynamicCache(), DynamicCache())
         try:
             with blamed_on_settings(model):
                 decoded: Decoded = model.generate(
                     source,
                     attention_mask=mask,
-                    # One that grows: transformers' own counts the layers of the encoder.
-                    past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
                     use_cache=True,
                     do_sample=False,
                     num_beams=search.beams,
