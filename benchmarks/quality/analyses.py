@@ -176,7 +176,9 @@ def figure10(setting: Setting) -> Section:
         dense = m.role is Role.ATTENTION
         rank = hidden // 8 if dense else hidden // 64
         for method in ("search", "hqq"):
-            result = METHODS[method](read_matrix(source, m), INT3, compensation=Compensation(rank=rank))
+            result = METHODS[method](
+                read_matrix(source, m), INT3, compensation=Compensation(rank=rank, iterations=20)
+            )
             errors = result.errors
             label = _label(m)
             rises = [b / a - 1 for a, b in pairwise(errors) if b > a]

@@ -23,7 +23,7 @@ def variants() -> dict[str, Recipe]:
         for method in ("search", "hqq", "hqq-paper"):
             milo = with_bits(with_method(PRESETS["milo-s1"], method), bits)
             found[f"milo-s1 int{bits} {method}"] = milo
-            found[f"milo-s1 int{bits} {method} eq. 13"] = replace(milo, refit=False)
+            found[f"milo-s1 int{bits} {method} eq. 13"] = replace(milo, refit=False, iterations=20)
     return named(found)
 
 

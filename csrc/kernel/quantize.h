@@ -94,7 +94,7 @@ static inline QuantizeLine refit(const QuantizeGroup &g, const QuantizeLine &lin
     }
   const Lanes along = qw[0] + qw[1], square = q2[0] + q2[1];
   if (g.symmetric) return {choose(square > all(0), along / at_least(square, all(1e-30f)), line.scale), all(0)};
-  const Lanes sum = q1[0] + q1[1], mean_q = sum / (float)g.columns;
+  const Lanes sum = q1[0] + q1[1], mean_q = sum * (1.0f / (float)g.columns);
   const Lanes spread = square - sum * mean_q, low = all(0.5f * least);
   const Lanes scale = choose(spread > low, (along - sum * mean) / at_least(spread, low), line.scale);
   return {scale, mean - scale * mean_q};
@@ -117,9 +117,10 @@ template <bool WEIGHTED> static QuantizeLine best_line(const QuantizeGroup &g, i
   const QuantizeLine range = fit_rtn(g);
   const float half = (float)(1 << (g.bits - 1)), least_weight = g.least_weight();
   const Lanes middle = g.symmetric ? all(0) : range.offset + range.scale * (0.5f * g.top());
-  Lanes mean = all(0);
-  for (int i = 0; i < g.columns; i++) mean += g.weight_of(i) * g.w[i];
-  mean /= (float)g.columns;
+  Lanes sums[4] = {};
+  for (int i = 0; i < g.columns; i += 4)
+    for (int j = 0; j < 4; j++) sums[j] += WEIGHTED ? g.weight[i + j] * g.w[i + j] : g.w[i + j];
+  const Lanes mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / (float)g.columns);
   QuantizeLine line[4];
   for (int s = 0; s < starts; s++) {
     line[s].scale = range.scale * shrinks[g.bits][s];

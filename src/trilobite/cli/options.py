@@ -68,7 +68,7 @@ CompensatorOption = Annotated[
     typer.Option("--compensator", help="How compensators are stored: int3, int8 or fp16.", metavar="FORMAT"),
 ]
 IterationsOption = Annotated[
-    int | None, typer.Option("--iterations", help="Most rounds of MiLo's alternation (20).", metavar="N")
+    int | None, typer.Option("--iterations", help="Most rounds of MiLo's alternation (12).", metavar="N")
 ]
 ColumnsOption = Annotated[
     str | None,

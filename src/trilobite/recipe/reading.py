@@ -14,6 +14,7 @@ from trilobite.recipe.vocabulary import (
     COLUMNS,
     COMPENSATORS,
     IMPORTANCES,
+    ITERATIONS,
     METHODS,
     check_method,
     parse_format,
@@ -50,7 +51,7 @@ def recipe_from_dict(data: Any, name: str) -> Recipe:
         raise RecipeError(f"{where}: compensator {compensator!r}; expected one of {', '.join(COMPENSATORS)}")
     columns = _one_of(data, "columns", COLUMNS, where)
     importance = _one_of(data, "importance", IMPORTANCES, where)
-    iterations = _get(data, "iterations", int, 20, where)
+    iterations = _get(data, "iterations", int, ITERATIONS, where)
     if iterations < 1:
         raise RecipeError(f"{where}: iterations {iterations!r}; expected an integer of at least 1")
     rank = str(data.get("rank") or "")

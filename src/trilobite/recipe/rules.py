@@ -5,7 +5,15 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from trilobite.errors import RecipeError
-from trilobite.recipe.vocabulary import CALIBRATED_METHODS, METHODS, AnyFormat, Format, Role, check_method
+from trilobite.recipe.vocabulary import (
+    CALIBRATED_METHODS,
+    ITERATIONS,
+    METHODS,
+    AnyFormat,
+    Format,
+    Role,
+    check_method,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +44,7 @@ class Recipe:
     """What the user asks for. The docstring of `trilobite.recipe` has the YAML form.
 
     rank: sum of policies `uniform-r`, `dense-r`, `sparse-r`, `kurtosis-r`, `frequency-r`; "" = no compensators
-    iterations: cap of MiLo's alternation (paper: 20; 1 = quantize, then compensate once)
+    iterations: cap of MiLo's alternation (1 = quantize, then compensate once)
     refit: codes and compensators are fitted to each other as they are stored, which the paper leaves out
     cap: no compensator costs more bytes than the next wider format would
     columns: `sinkhorn` divides columns by scales that norms and other matrices take over (docs/methods.md), or `none`
@@ -48,7 +56,7 @@ class Recipe:
     rules: tuple[Rule, ...]
     rank: str = ""
     compensator: str = "int3"
-    iterations: int = 20
+    iterations: int = ITERATIONS
     refit: bool = True
     cap: bool = True
     columns: str = "none"

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from trilobite.formats.weight import decode_factor
 from trilobite.quantize.methods import lowrank
+from trilobite.quantize.methods.bands import bands
 from trilobite.quantize.methods.compensator import quantize_factor, quantize_factors
-from trilobite.quantize.methods.lowrank import truncated_svd
+from trilobite.quantize.methods.lowrank import followed_svd, truncated_svd
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -88,14 +89,26 @@ def test_signs_are_fixed() -> None:
     assert (largest > 0).all()
 
 
-def test_a_warm_start_tracks_a_moving_matrix(decaying: Tensor, optimal: Tensor) -> None:
+def test_a_moving_matrix_is_followed(decaying: Tensor, optimal: Tensor) -> None:
     moved = decaying + normal(1500, 1200, seed=9) * 2e-4
     start = truncated_svd(decaying, 16, seed=0)[1]
-    _, _, energy = truncated_svd(moved, 16, seed=0, start=start)
+    parts = [(rows, moved[rows]) for rows in bands(1500, 1200)]
+    u, v, energy = followed_svd(parts, (1500, 1200), start)
     assert energy >= 0.995 * float(optimal[:16].sum())
-    # A start in a useless subspace costs no more than precision: the oversampling still sees the rest.
-    useless = truncated_svd(moved, 16, seed=0, start=torch.zeros(16, 1200))
-    assert all(t.isfinite().all() for t in useless[:2])
+    residual = float((moved - u @ v).double().square().sum())
+    assert residual == pytest.approx(float(moved.double().square().sum()) - energy, rel=1e-5)
+
+
+def test_following_drops_what_depends(decaying: Tensor) -> None:
+    """Of a matrix of zeros, and in a space some of whose vectors are the same or none: the energy is near."""
+    start = truncated_svd(decaying, 4, seed=0)[1]
+    start[1], start[2] = start[0], 0
+    for e in (decaying, torch.zeros_like(decaying)):
+        u, v, energy = followed_svd([(slice(0, 1500), e)], (1500, 1200), start)
+        assert u.isfinite().all()
+        assert v.isfinite().all()
+        residual = float((e - u @ v).double().square().sum())
+        assert residual == pytest.approx(float(e.double().square().sum()) - energy, rel=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (1200, 1100)])

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from trilobite.formats.weight import decode_factor, encode_factor, factor_groups
-from trilobite.quantize.methods.rtn import rtn
-from trilobite.quantize.methods.search import search
+from trilobite.quantize.methods.bands import quantize_band
 from trilobite.recipe import COMPENSATORS, Format
 
 
@@ -33,8 +32,10 @@ def quantize_factor(factor: Tensor, compensator: str) -> Tensor:
     bits = COMPENSATORS[compensator]
     fmt = Format(bits=bits, group=64, symmetric=True)
     groups = factor_groups(factor)
-    scale, _ = (search if bits < 8 else rtn)(groups.flatten(0, 1), fmt)
-    return encode_factor(factor, scale.view(groups.shape[:2]), compensator)
+    found = quantize_band(
+        groups.flatten(0, 1).contiguous(), fmt, "search" if bits < 8 else "rtn", packed=False
+    )
+    return encode_factor(factor, found.scales[0].view(groups.shape[:2]), compensator)
 
 
 def quantize_absmax(factor: Tensor, compensator: str) -> Tensor:

@@ -1,5 +1,7 @@
 """Truncated singular value decomposition with the square root split (MiLo eq. 11-12)."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -7,20 +9,17 @@ EXACT = 512
 """Matrices whose smaller side is at most this are decomposed exactly, through the Gram matrix in float64."""
 OVERSAMPLE = 8
 POWER_ITERATIONS = 3
-WARM_POWER_ITERATIONS = 0
-"""MiLo's rounds start from the subspace of the round before: each is one more power iteration on a residual that moves
-slowly, and its error cannot rise."""
+DEPENDENT = 1e-3
+"""A column of a product of which the columns before it leave less than this share adds nothing but rounding errors."""
 
 
-def truncated_svd(
-    e: Tensor, rank: int, *, seed: int, start: Tensor | None = None
-) -> tuple[Tensor, Tensor, float]:
+def truncated_svd(e: Tensor, rank: int, *, seed: int) -> tuple[Tensor, Tensor, float]:
     """Best rank-`rank` approximation U V of E, each factor carrying the square root of the singular values.
 
-    Large matrices use randomised subspace iteration with oversampling (Halko et al. 2011), started from `start` where
-    given. Same inputs and seed, same result.
+    Large matrices use randomised subspace iteration with oversampling (Halko et al. 2011). Same inputs and seed, same
+    result.
 
-    e: [N, K] fp32    start: V of an earlier call [R', K] or None
+    e: [N, K] fp32
     returns: U [N, rank], V [rank, K], and the squared Frobenius norm of U V (so that the squared error of the
     approximation is |E|^2 minus it: U V is an orthogonal projection of E)
     """
@@ -31,15 +30,37 @@ def truncated_svd(
     width = min(rank + OVERSAMPLE, n, k)
     generator = torch.Generator(device=e.device).manual_seed(seed)
     probe = torch.randn(k, width, generator=generator, device=e.device)
-    iterations = POWER_ITERATIONS
-    if start is not None:
-        known = min(start.shape[0], width)
-        probe[:, :known] = start[:known].T / start[:known].norm(dim=1).clamp_min(1e-30)
-        iterations = WARM_POWER_ITERATIONS
     q = _orthonormal(e @ probe)
-    for _ in range(iterations):
+    for _ in range(POWER_ITERATIONS):
         q = _orthonormal(e @ _orthonormal(e.T @ q))
-    b = q.T @ e
+    return _within(q, q.T @ e, rank)
+
+
+def followed_svd(
+    parts: Iterable[tuple[slice, Tensor]], shape: tuple[int, int], start: Tensor
+) -> tuple[Tensor, Tensor, float]:
+    """The same for a matrix near one that is decomposed already, by one power iteration; its parts are seen once.
+
+    parts: rows of E and their values [.., K] fp32    start: V of the other [R, K]
+    returns: U [N, R], V [R, K], and the squared Frobenius norm of U V
+    """
+    n, k = shape
+    rank = len(start)
+    probe = (start / start.norm(dim=1, keepdim=True).clamp_min(1e-30)).T.contiguous()
+    y = start.new_empty(n, rank)
+    along = start.new_zeros(rank, k)
+    for rows, e in parts:
+        torch.mm(e, probe, out=y[rows])
+        along.addmm_(y[rows].T, e)
+    q, r = torch.linalg.qr(y)
+    # Y = Q R, so that Q^T E = R^-T (Y^T E).
+    diagonal = r.diagonal()
+    diagonal[diagonal.abs() <= DEPENDENT * y.norm(dim=0)] = torch.inf
+    return _within(q, torch.linalg.solve_triangular(r.T, along, upper=False), rank)
+
+
+def _within(q: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
+    """The best approximation whose columns Q spans, b = Q^T E."""
     left, sigma = _top_eigen(b @ b.T, rank)
     return _split(q @ left, left.T @ b, sigma)
 

@@ -1,6 +1,7 @@
 """MiLo's Algorithm 1 on one matrix: alternate the quantizer and the low-rank compensator."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from trilobite.formats.weight import decode_factor, dequantize
 from trilobite.quantize.methods.bands import (
+    BAND,
     bands,
     check_finite,
     quantize_band,
@@ -23,7 +25,7 @@ from trilobite.quantize.methods.compensator import (
 )
 from trilobite.quantize.methods.hessian import relative_loss
 from trilobite.quantize.methods.ldlq import quantize_lattice
-from trilobite.quantize.methods.lowrank import truncated_svd
+from trilobite.quantize.methods.lowrank import EXACT, followed_svd, truncated_svd
 from trilobite.quantize.methods.quantized import Compensation, Quantized
 from trilobite.recipe import AnyFormat, LatticeFormat
 
@@ -35,7 +37,12 @@ LEAST = 1e-4
 DRAFT_STEPS = 1
 """Alternations of `search` inside the loop. Codes that are only nearly the best leave more for the low rank to find:
 the stored error is lower than with the full search in every round, and so is the time."""
-REFITS = 2
+STRIDE = 2.0
+LONG_STRIDE = 3.0
+LONG_STRIDE_RANKS = 32
+"""What the codes are found for moves by more than the low rank did, in about half the rounds. Longer strides would
+oscillate, but for ranks of at most a 32nd of the smaller side, which take up little of what the codes leave."""
+REFITS = 1
 """Rounds in which 3-bit factors are fitted once more against the codes, and the codes against the factors as stored."""
 
 
@@ -113,27 +120,26 @@ def _compensated(
     weight = _importance(hessian)
     root = torch.ones(1, device=w.device) if weight is None else weight.sqrt()
     norm = math.sqrt(sum(sum_of_squares(check_finite(w[rows].float()) * root) for rows in bands(*w.shape)))
-    work = torch.empty(w.shape, dtype=torch.float32, device=w.device)
     best: Factors | None = None
     last: Factors | None = None
     before: Factors | None = None
+    ahead: Factors | None = None
     errors: list[float] = []
     for _ in range(compensation.iterations):
-        residual = _draft(w, fmt, draft, last, work, compensation, weight)
-        start = None if last is None else last[1] * root
-        u, v, energy = truncated_svd(work, compensation.rank, seed=compensation.seed, start=start)
-        before, last = last, (u, v / root)
-        errors.append(math.sqrt(max(residual - energy, 0.0)) / norm if norm else 0.0)
+        residuals = _Residuals(w, fmt, draft, ahead, compensation, weight)
+        u, v, energy = _decomposed(residuals, w, compensation, None if ahead is None else ahead[1] * root)
+        before, last = ahead, (u, v / root)
+        errors.append(math.sqrt(max(residuals.energy - energy, 0.0)) / norm if norm else 0.0)
         if errors[-1] <= min(errors):  # with hqq and rtn inside errors may rise again
             best = last
         if converged(errors):
             break
+        ahead = _ahead(before, last, _stride(w, compensation))
     assert best is not None
     assert last is not None
     if not compensation.refit:
         return replace(_as_published(w, fmt, draft, before, last, compensation), errors=tuple(errors))
-    stored = _stored_factors(w, fmt, draft, best, compensation, work, weight)
-    del work, last  # a copy of the matrix less while the last codes are found
+    stored = _stored_factors(w, fmt, draft, best, compensation, weight)
     return replace(_codes(w, fmt, method, compensation, hessian, stored), errors=tuple(errors))
 
 
@@ -156,44 +162,90 @@ def converged(errors: list[float]) -> bool:
     return before - now <= TOLERANCE * before
 
 
-def _draft(
-    w: Tensor,
-    fmt: AnyFormat,
-    method: str,
-    factors: Factors | None,
-    work: Tensor,
-    compensation: Compensation,
-    weight: Tensor | None = None,
-) -> float:
-    """Quantize W - U V band by band, leave E = W - W_dq in `work`; returns |E|_F^2.
+def _stride(w: Tensor, compensation: Compensation) -> float:
+    """How far to go; as published: no farther than the low rank."""
+    if not compensation.refit:
+        return 1.0
+    few = compensation.rank * LONG_STRIDE_RANKS <= min(w.shape)
+    return LONG_STRIDE if few else STRIDE
 
-    weight: importance of the columns; with it E has its columns multiplied by its root
-    """
-    total = 0.0
-    if isinstance(fmt, LatticeFormat):  # its transform mixes all rows
-        target = w.float() if factors is None else torch.addmm(w.float(), *factors, alpha=-1)
-        drafted = _codes(target, fmt, method, compensation, None).weight
-        torch.sub(w, dequantize(drafted), out=work)
-        return sum(sum_of_squares(work[rows]) for rows in bands(*w.shape))
-    for rows in bands(*w.shape):
-        original = w[rows].float()
-        target = (
-            original if factors is None else torch.addmm(original, factors[0][rows], factors[1], alpha=-1)
-        )
-        quantize_band(
-            target,
-            fmt,
-            method,
-            steps=DRAFT_STEPS,
-            original=original,
-            residual=work[rows],
-            packed=False,
-            weight=weight,
-        )
-        if weight is not None:
-            work[rows] *= weight.sqrt()
-        total += sum_of_squares(work[rows])
-    return total
+
+def _ahead(before: Factors | None, last: Factors, stride: float) -> Factors:
+    """Factors that lie `stride` times as far from those before as the last, seen in the space of U."""
+    if before is None or stride == 1:
+        return last
+    u, v = last
+    overlap = (u.T @ before[0]) / u.square().sum(0).clamp_min(1e-30)[:, None]
+    return u, torch.addmm(v, overlap, before[1], beta=stride, alpha=1 - stride)
+
+
+class _Residuals:
+    """E = W - W_dq by bands, where W_dq is W - U V in draft quality; once."""
+
+    def __init__(
+        self,
+        w: Tensor,
+        fmt: AnyFormat,
+        method: str,
+        factors: Factors | None,
+        compensation: Compensation,
+        weight: Tensor | None,
+    ) -> None:
+        """weight: importance of the columns; with it E has its columns multiplied by its root."""
+        self._inputs = (w, fmt, method, factors, compensation)
+        self._weight = weight
+        self.energy = 0.0
+        """|E|_F^2 of what was seen."""
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of E and their values, which the next ones overwrite."""
+        for rows, e in self._unweighted():
+            if self._weight is not None:
+                e *= self._weight.sqrt()
+            self.energy += sum_of_squares(e)
+            yield rows, e
+
+    def _unweighted(self) -> Iterator[tuple[slice, Tensor]]:
+        w, fmt, method, factors, compensation = self._inputs
+        n, k = w.shape
+        if isinstance(fmt, LatticeFormat):  # its transform mixes all rows
+            target = w.float() if factors is None else torch.addmm(w.float(), *factors, alpha=-1)
+            drafted = dequantize(_codes(target, fmt, method, compensation, None).weight)
+            yield from ((rows, w[rows] - drafted[rows]) for rows in bands(n, k))
+            return
+        parts = list(
+            bands(n, k, max(BAND, compensation.rank * k))
+        )  # products of few rows and many columns are slow
+        original, target, residual = w.new_empty(3, min(n, parts[0].stop), k, dtype=torch.float32)
+        for rows in parts:
+            count = rows.stop - rows.start
+            source = original[:count].copy_(w[rows])
+            if factors is not None:
+                torch.addmm(source, factors[0][rows], factors[1], alpha=-1, out=target[:count])
+            quantize_band(
+                source if factors is None else target[:count],
+                fmt,
+                method,
+                steps=DRAFT_STEPS,
+                original=source,
+                residual=residual[:count],
+                packed=False,
+                weight=self._weight,
+            )
+            yield rows, residual[:count]
+
+
+def _decomposed(
+    residuals: _Residuals, w: Tensor, compensation: Compensation, start: Tensor | None
+) -> tuple[Tensor, Tensor, float]:
+    """U V of the residuals as `truncated_svd` has it. start: V of a neighbour, where there is one."""
+    n, k = w.shape
+    if start is not None and min(n, k) > EXACT:
+        return followed_svd(residuals, (n, k), start)
+    whole = torch.empty(n, k, dtype=torch.float32, device=w.device)
+    for rows, e in residuals:
+        whole[rows] = e
+    return truncated_svd(whole, compensation.rank, seed=compensation.seed)
 
 
 def _stored_factors(
@@ -202,13 +254,12 @@ def _stored_factors(
     method: str,
     factors: Factors,
     compensation: Compensation,
-    work: Tensor,
     weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Store U and V; 3-bit ones lose enough in it that fitting them to the residual again, in turn, pays."""
     n, k = w.shape
     compensator = compensation.compensator
-    root = 1.0 if weight is None else weight.sqrt()
+    root = torch.ones(1, device=w.device) if weight is None else weight.sqrt()
     lra, lrb = quantize_factors(*factors, compensator)
     if compensator != "int3":
         return lra, lrb
@@ -216,21 +267,31 @@ def _stored_factors(
     least = math.inf
     for step in range(REFITS + 1):
         u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
-        energy = _draft(w, fmt, method, (u, v), work, compensation, weight)
+        residuals = _Residuals(w, fmt, method, (u, v), compensation, weight)
         v = v * root  # as E is
-        error = energy - _explained(work, u, v)
+        across, along = _products(residuals, u, v)
+        error = residuals.energy - _explained(along, u, v)
         if error < least:  # of what is stored: rounding the factors may cost more than a fit wins
             least, best = error, (lra, lrb)
         if step < REFITS:
-            lra = quantize_factor(fit_factor(v @ work.T, v @ v.T), compensator)
+            lra = quantize_factor(fit_factor(across, v @ v.T), compensator)
             u = decode_factor(lra, n).T
-            _draft(w, fmt, method, (u, v / root), work, compensation, weight)
-            lrb = quantize_factor(fit_factor(u.T @ work, u.T @ u) / root, compensator)
+            residuals = _Residuals(w, fmt, method, (u, v / root), compensation, weight)
+            along = _products(residuals, u, v)[1]
+            lrb = quantize_factor(fit_factor(along, u.T @ u) / root, compensator)
     return best
 
 
-def _explained(e: Tensor, u: Tensor, v: Tensor) -> float:
-    """|E|^2 - |E - U V|^2."""
-    inner = (u.T @ e) * v
+def _products(residuals: _Residuals, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """V E^T [R, N] and U^T E [R, K]."""
+    across, along = v.new_empty(len(v), len(u)), torch.zeros_like(v)
+    for rows, e in residuals:
+        across[:, rows] = v @ e.T
+        along.addmm_(u[rows].T, e)
+    return across, along
+
+
+def _explained(along: Tensor, u: Tensor, v: Tensor) -> float:
+    """|E|^2 - |E - U V|^2. along: U^T E."""
     gram = (u.T @ u) * (v @ v.T)
-    return float(2 * inner.double().sum() - gram.double().sum())
+    return float(2 * (along * v).double().sum() - gram.double().sum())

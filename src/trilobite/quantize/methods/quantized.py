@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from trilobite.formats.weight import PackedWeight
-from trilobite.recipe import AnyFormat
+from trilobite.recipe import ITERATIONS, AnyFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Compensation:
 
     rank: int = 0
     compensator: str = "int3"
-    iterations: int = 20
+    iterations: int = ITERATIONS
     refit: bool = True
     seed: int = 0
     input_seed: int = 0
