@@ -56,8 +56,8 @@ inline Bytes factor(int64_t rank, int64_t length, int64_t bits) {
 }
 
 // Under super-scales; tiles are of 64 columns, or of 32. Scales are small enough that no code counts more than 254.
-inline void fill_super(Weight &w, int64_t n, int64_t k) {
-  w.m.n = n, w.m.k = k, w.m.bits = pick(2, 4), w.m.group = pick(0, 1) ? 16 : 32, w.m.metadata = TRILOBITE_SUPER;
+inline void super_codes(Weight &w, int64_t n, int64_t k) {
+  w.m.metadata = TRILOBITE_SUPER;
   const int64_t bands = (n + 15) / 16, supers = bands * ((k + 255) / 256) * 16;
   w.packed = noise(bands * (k * w.m.bits * 2 + 16 * k / w.m.group));
   const int64_t tile = k % 64 ? 32 : 64, codes = tile * w.m.bits * 2, bytes = codes + 16 * tile / w.m.group;
@@ -65,6 +65,15 @@ inline void fill_super(Weight &w, int64_t n, int64_t k) {
     if (i % bytes >= codes) w.packed[i] &= w.m.bits == 4 ? 0xf7 : 0xff;  // 8 * 15 + 8 * 15
   w.scale = Bytes(2 * supers);
   for (int64_t i = 0; i < supers; i++) put_half(&w.scale[2 * i], some_half());
+}
+
+// Scales and offsets in fp16.
+inline void plain_codes(Weight &w, int64_t n, int64_t k) {
+  const int64_t tiles = (n + 15) / 16 * (k / w.m.group), code = w.m.group * w.m.bits * 2;
+  const int64_t values = w.m.symmetric ? 16 : 32, tile = code + values * 2;
+  w.packed = noise(tiles * tile);
+  for (int64_t t = 0; t < tiles; t++)
+    for (int64_t i = 0; i < values; i++) put_half(&w.packed[t * tile + code + 2 * i], some_half());
 }
 
 inline void some_factors(Weight &w, int64_t n, int64_t k) {
@@ -80,20 +89,19 @@ inline void some_factors(Weight &w, int64_t n, int64_t k) {
 
 inline void fill(Weight &w, int64_t n, int64_t k, int64_t group) {
   constexpr int64_t BITS[] = {2, 3, 4, 8};
+  w.m.n = n, w.m.k = k;
   if (!pick(0, 3)) {
-    fill_super(w, n, k);
+    w.m.bits = pick(2, 4), w.m.group = pick(0, 1) ? 16 : 32;
+    super_codes(w, n, k);
     return some_factors(w, n, k);
   }
-  w.m.n = n, w.m.k = k, w.m.bits = BITS[pick(0, 3)];
+  w.m.bits = BITS[pick(0, 3)];
   w.m.group = group = w.m.bits != 3 && !pick(0, 3) ? 16 : group;
   w.m.symmetric = pick(0, 1), w.m.metadata = pick(0, 1);
-  const int64_t bands = (n + 15) / 16, groups = k / group, code = group * w.m.bits * 2;
-  const int64_t values = w.m.symmetric ? 16 : 32, tile = code + values * (w.m.metadata ? 1 : 2);
-  w.packed = noise(bands * groups * tile);
-  if (!w.m.metadata)
-    for (int64_t t = 0; t < bands * groups; t++)
-      for (int64_t i = 0; i < values; i++) put_half(&w.packed[t * tile + code + 2 * i], some_half());
+  if (!w.m.metadata) plain_codes(w, n, k);
   if (w.m.metadata) {
+    const int64_t bands = (n + 15) / 16, groups = k / group, values = w.m.symmetric ? 16 : 32;
+    w.packed = noise(bands * groups * (group * w.m.bits * 2 + values));
     const int64_t per = w.m.bits >= 4 ? 16 : 8, pairs = bands * ((groups + per - 1) / per) * (w.m.symmetric ? 1 : 2);
     w.scale.resize(pairs * 8);
     for (int64_t i = 0; i < pairs; i++) {
