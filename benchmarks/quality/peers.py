@@ -195,11 +195,16 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, dict[str, Found]
         text=args.calibration, samples=SAMPLES, context=args.context, propagate="original"
     )
     peers, found = Peers(model, calibration, args.work), {}
-    kept = replace(calibration, save=args.work / model.name / "text")  # Hessians, which all budgets share
+
+    def ours_on_text(recipe: Recipe | Budget) -> Calibration:
+        """Budgets have the same column scales, so that they share Hessians."""
+        budget = isinstance(recipe, Budget)
+        return replace(calibration, save=args.work / model.name / "text") if budget else calibration
+
     for data in (False,) if args.data is None else (False, True):
         ours = text_recipes() if data else free_recipes()
         variants: dict[str, Variant] = {
-            f"**{name}**": packed_variant(bench, recipe, args.work, kept if data else None)
+            f"**{name}**": packed_variant(bench, recipe, args.work, ours_on_text(recipe) if data else None)
             for name, recipe in ours.items()
         }
         variants |= dict(theirs(peers, args, data=data))
