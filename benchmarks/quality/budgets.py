@@ -3,9 +3,9 @@
     python -m benchmarks.quality.budgets MODEL... [--tokens 12288] [--page docs/results.md]
 
 Packs every model with the presets rtn3, search3, fine2, fine3 and fine4, and with the planner's answers to `--bits` of
-as many bits and to `--bits 3.5`, two of them with importance from other places than the default; prints the KL
-divergence from 16 bit of each. Bits are those of all matrices in attention, MLPs and experts, scales included. The last
-line is JSON.
+as many bits and to `--bits 3.5`, two of them with importance from other places than the default, and rounded by Hessians
+of what the model writes itself; prints the KL divergence from 16 bit of each. Bits are those of all matrices in
+attention, MLPs and experts, scales included. The last line is JSON.
 """
 
 from benchmarks.lib.divergence_table import run
@@ -27,6 +27,7 @@ def recipes() -> dict[str, Recipe | Budget]:
                 for importance in IMPORTANCES:
                     name = f"--bits {bits} --importance {importance}"
                     rows[name] = Budget(bits=bits, importance=importance)
+                rows[f"--bits {bits} --method gptq"] = Budget(bits=bits, method="gptq")
     return rows
 
 
