@@ -47,6 +47,17 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
 
 
+NAMED = re.compile(r"\b(?:tests|benchmarks|csrc|tools|src|examples)/[\w/.]+\.(?:py|h|cpp|sh|md)\b")
+"""A file of the repository, as pages and docstrings name it."""
+
+
+def test_files_that_are_named_exist() -> None:
+    scripts = [p for folder in ("src", "benchmarks", "tools") for p in (ROOT / folder).rglob("*.py")]
+    named = {name: page for page in (*PAGES, *scripts) for name in NAMED.findall(page.read_text())}
+    assert "tests/kernels/cpu/test_cpu.py" in named
+    assert not [(name, page) for name, page in named.items() if not (ROOT / name).exists()]
+
+
 def code(page: Path) -> Iterator[list[str]]:
     """The words of every line of code on a page, and of every `span`."""
     fenced = False

@@ -1,7 +1,7 @@
 """Compile Triton kernels ahead of their launches, in parallel: note what launches would compile, then let workers do it.
 
 Triton's own binder decides what a launch compiles, and its `preload` compiles just that in another process, without a
-GPU, into the cache on disk where the launch will look (tests/test_gpu_benchmark.py holds both to it). Triton's
+GPU, into the cache on disk where the launch will look (tests/benchmarks/test_gpu_benchmark.py holds both to it). Triton's
 assembler runs in one thread, so a hundred variants take minutes one by one.
 """
 

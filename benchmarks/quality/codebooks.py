@@ -26,7 +26,7 @@ INTEGERS = [f"int{bits}-{tail}" for bits in (2, 3, 4) for tail in ("g64", "g128"
 RHOS = [0.80 + 0.02 * i for i in range(16)]
 RATIOS = {3: [1.7 + 0.05 * i for i in range(12)], 4: [2.8 + 0.1 * i for i in range(16)]}
 PUBLISHED = {"e8p-2": 0.0909, "e8p-3": 0.0291, "int2-g64": 0.105, "int3-g64": 0.0274}
-"""Section F.5 of QuIP# at its scales, and earlier measurements of `search` (tests/test_methods.py)."""
+"""Section F.5 of QuIP# at its scales, and earlier measurements of `search` (tests/quantize/methods/test_methods.py)."""
 
 
 def error(x: Tensor, fmt: LatticeFormat, rho: float, ratio: float) -> float:
