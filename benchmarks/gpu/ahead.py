@@ -1,8 +1,8 @@
 """Compile Triton kernels ahead of their launches, in parallel: note what launches would compile, then let workers do it.
 
 Triton's own binder decides what a launch compiles, and its `preload` compiles just that in another process, without a
-GPU, into the cache on disk where the launch will look (tests/benchmarks/test_gpu_benchmark.py holds both to it). Triton's
-assembler runs in one thread, so a hundred variants take minutes one by one.
+GPU, into the cache on disk where the launch will look (tests/benchmarks/test_gpu_benchmark.py holds both to it).
+Triton's assembler runs in one thread, so a hundred variants take minutes one by one.
 """
 
 import importlib

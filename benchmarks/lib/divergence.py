@@ -70,7 +70,7 @@ def packed_variant(
     def make() -> tuple[PreTrainedModel, float]:
         name = recipe.name
         if isinstance(recipe, Budget):
-            name += "-text" if calibration else f"-{recipe.importance}"
+            name += "-text" if calibration and calibration.brought else f"-{recipe.importance}"
         packed = pack(
             bench.model, recipe, work, frequency=None, calibration=calibration, fresh=True, name=name
         )

@@ -196,15 +196,18 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, dict[str, Found]
     )
     peers, found = Peers(model, calibration, args.work), {}
 
-    def ours_on_text(recipe: Recipe | Budget) -> Calibration:
+    def calibrated(recipe: Recipe | Budget, *, data: bool) -> Calibration | None:
         """Budgets have the same column scales, so that they share Hessians."""
-        budget = isinstance(recipe, Budget)
-        return replace(calibration, save=args.work / model.name / "text") if budget else calibration
+        if not isinstance(recipe, Budget):
+            return calibration if data else None
+        if data:
+            return replace(calibration, save=args.work / model.name / "text")
+        return Calibration(save=args.work / model.name / "own") if recipe.method == "gptq" else None
 
     for data in (False,) if args.data is None else (False, True):
         ours = text_recipes() if data else free_recipes()
         variants: dict[str, Variant] = {
-            f"**{name}**": packed_variant(bench, recipe, args.work, ours_on_text(recipe) if data else None)
+            f"**{name}**": packed_variant(bench, recipe, args.work, calibrated(recipe, data=data))
             for name, recipe in ours.items()
         }
         variants |= dict(theirs(peers, args, data=data))

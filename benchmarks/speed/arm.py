@@ -76,8 +76,8 @@ def executed(
 ) -> list[int]:
     """Addresses, in order."""
     case = [tier, *map(str, code), str(digits), str(rows), str(COLUMNS)]
-    options = ["-cpu", "max", "-singlestep", "-d", "exec,nochain", "-dfilter", within, "-D", log]
-    command = [QEMU, *options, program, *case]
+    options = ["-cpu", "max", "-singlestep", "-d", "exec,nochain", "-dfilter", within, "-D", str(log)]
+    command = [QEMU, *options, str(program), *case]
     subprocess.run(command, check=True)
     return [int(at, 16) for at in _EXECUTED.findall(log.read_bytes())]
 

@@ -387,14 +387,15 @@ def test_sensitivity(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_peers_plot(run: Any, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    worse = page.replace("| **--bits 3.5**", "| IQ3_S | 3.50 | 0.0001 |\n| **--bits 3.5**")
+    row = "| **--bits 3.5 --method gptq**"
+    worse = page.replace(row, f"| IQ3_S | 3.50 | 0.0001 |\n{row}")
     (tmp_path / "worse.md").write_text(worse, encoding="utf-8")
     figure = tmp_path / "peers.png"
     before = run(peers_plot, "--figure", figure)["beaten"]
     after = run(peers_plot, "--figure", figure, "--page", tmp_path / "worse.md")["beaten"]
     assert figure.stat().st_size > 10_000
-    assert "--bits 3.5" not in before["tiny-mixtral"]["free"]
-    assert "--bits 3.5" in after["tiny-mixtral"]["free"]
+    assert "--bits 3.5 --method gptq" not in before["tiny-mixtral"]["free"]
+    assert "--bits 3.5 --method gptq" in after["tiny-mixtral"]["free"]
     ours, theirs = ("**--bits 3**", 3.0, 0.2), (("a", 3.07, 0.4), ("b", 3.08, 0.1), ("c", 2.5, 0.5))
     points = [pareto.Point(recipe=name, bits=bits, kl=kl) for name, bits, kl in (ours, *theirs)]
     assert peers_plot.ratios(points) == {"--bits 3": "0.50 (a)"}

@@ -164,7 +164,7 @@ SaveHessiansOption = Annotated[
     Path | None,
     typer.Option(
         "--save-hessians",
-        help="Keep the Hessians in this folder, for other recipes; needs --propagate original.",
+        help="Keep the Hessians in this folder, for other recipes and budgets; a recipe needs --propagate original.",
         metavar="FOLDER",
     ),
 ]
@@ -298,9 +298,7 @@ def chosen_calibration(
     if text is None and (
         unused := [name for name in ("target", "samples", "context", "seed") if name in given]
     ):
-        raise typer.BadParameter(
-            f"--{_option(unused[0])} goes with --calibration: --hessians were collected before"
-        )
+        raise typer.BadParameter(f"--{_option(unused[0])} goes with --calibration")
     if "memory" in given:
         if not 0 <= given["memory"] < float("inf"):
             raise CalibrationError(f"memory {given['memory']}: expected GiB, 0 or more; change --memory")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.architectures import build_checkpoint
 from support.calibrating import SERIAL, add_tokenizer
 from support.runs import PlugPulled, digests
@@ -22,6 +23,7 @@ from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.sampled import sample_windows, sampled_calibration
 from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.columns.guess import Guess
+from trilobite.quantize.run import calibrated
 from trilobite.quantize.run.compress import compress
 from trilobite.quantize.run.options import Options
 from trilobite.quantize.run.planned import plan_within
@@ -178,6 +180,29 @@ def test_errors_fed_back_without_a_text(
     search = plan_within(open_source(str(mixtral)), replace(by_feedback("self"), method="search")).recipe
     found = recipe_from_dict(report["identity"]["recipe"], "found")
     assert [rule.format for rule in found.rules] == [rule.format for rule in search.rules]
+
+
+def test_hessians_of_its_own_text_are_kept(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run takes them, writes nothing, and finds the same codes."""
+    monkeypatch.setattr(sampled, "LENGTH", 24)
+    kept = tmp_path / "hessians"
+    compress(str(mixtral), tmp_path / "a", by_feedback(), calibration=Calibration(save=kept), options=SERIAL)
+    assert read_report(tmp_path / "a")["identity"]["recipe"]["importance"] == "self"
+    monkeypatch.setattr(calibrated, "sample_windows", None)
+    again = Calibration(hessians=kept)
+    compress(str(mixtral), tmp_path / "b", by_feedback(), calibration=again, options=SERIAL)
+    made = [
+        {
+            name: t
+            for file in sorted((tmp_path / run).glob("*.safetensors"))
+            for name, t in load_file(file).items()
+        }
+        for run in "ab"
+    ]
+    assert made[0].keys() == made[1].keys()
+    assert all(torch.equal(t, made[1][name]) for name, t in made[0].items())
 
 
 def test_refusals(mixtral: Path, tmp_path: Path) -> None:

@@ -56,6 +56,11 @@ class Calibration:
     finetune: str = ""
     sampled: bool = False
 
+    @property
+    def brought(self) -> bool:
+        """Whether the user has a text, or Hessians of one; else the model writes its own."""
+        return bool(self.text or self.hessians)
+
     def __post_init__(self) -> None:
         """Take strings for paths, too."""
         for name in ("text", "target", "save", "hessians"):

@@ -1,6 +1,7 @@
 """Lines that need a Hessian: what to run the model on, where Hessians are kept, what trains the blocks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def open_calibration(
             f"recipe {recipe.name}: needs no calibration; drop --calibration, or choose what uses one "
             "(--importance text, --method gptq)"
         )
-    if calibration is None or not (calibration.text or calibration.hessians):
+    if calibration is None or not calibration.brought:
         raise RecipeError(
             f"recipe {recipe.name}: needs a text to calibrate on; pass --calibration FILE, or --hessians FOLDER"
         )
@@ -202,8 +203,12 @@ def open_calibration(
 
 
 def _of_our_own(source: Source, recipe: Recipe, calibration: Calibration | None, *, hessians: bool) -> Ground:
-    """What needs no text of the user's. Raises RecipeError where one is given, or needed."""
-    if calibration is not None:
+    """What needs no text of the user's. Raises RecipeError where one is given, or needed.
+
+    calibration: where to keep Hessians, if anything
+    """
+    save = None if calibration is None else calibration.save
+    if calibration is not None and not (save and not calibration.brought):
         raise RecipeError(
             f"recipe {recipe.name}: importance {recipe.importance} takes no text of yours; choose importance text with "
             "--calibration FILE, or drop --calibration"
@@ -213,11 +218,16 @@ def _of_our_own(source: Source, recipe: Recipe, calibration: Calibration | None,
             f"recipe {recipe.name}: importance weights runs nothing, and its method needs Hessians; choose importance "
             "self, or importance text with --calibration FILE"
         )
+    if save and not hessians:
+        raise RecipeError(
+            f"recipe {recipe.name}: rounds nothing by Hessians, so that there are none to keep; add --method gptq, or "
+            "drop --save-hessians"
+        )
     if recipe.importance == "weights":
         return Guessed()
     if recipe.importance == "builtin":
-        return Calibrator(source, builtin_calibration(source))
-    return Calibrator(source, sampled_calibration(source, hessians=hessians))
+        return Calibrator(source, replace(builtin_calibration(source), save=save))
+    return Calibrator(source, replace(sampled_calibration(source, hessians=hessians), save=save))
 
 
 def _check(calibration: Calibration) -> None:

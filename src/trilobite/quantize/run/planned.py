@@ -95,7 +95,7 @@ def frame(
     known = bool(find_streams(source, matrices))
     if columns == "auto":
         columns = "sinkhorn" if known else "none"
-    if importance == "auto" and calibration:
+    if importance == "auto" and calibration and calibration.brought:
         importance = "text"
     elif importance == "auto" and _rounds_by_hessians(budget):
         importance = "self"
