@@ -19,7 +19,7 @@ SPAN = 256
 """Columns of a row under one unit."""
 SCALES = 16
 """The largest sub-scale."""
-ROUNDS = 4
+ROUNDS = 3
 """Times that levels and scales are fitted to each other in turn."""
 CHAINS = 512
 """Rows whose best paths are sought together: what that needs stays in the cache."""
@@ -213,9 +213,7 @@ def _start(code: Code, count: int, seed: int) -> Tensor:
     if code.window == code.bits:
         quantiles = torch.special.ndtri((torch.arange(2**code.bits) + 0.5) / 2**code.bits)
         return torch.cat([quantiles + 0.3 * number for number in range(len(code.tables))])
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) / max(
-        1, len(code.shifts)
-    ) ** 0.5
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) / max(1, len(code.shifts)) ** 0.5
 
 
 def _fitted(design: Tensor, levels: Tensor, coded: Coded, sample: Tensor) -> Tensor:
