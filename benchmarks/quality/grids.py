@@ -56,7 +56,7 @@ WINDOWS: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {
     3: ((4, (0,)), (7, (0, 3)), (8, (0, 4)), (9, ())),
 }
 """Of trellises, by bits: the window, and the shifts of their lookups."""
-LOOKUPS = ("one table", "a shuffle", "two shuffles")
+LOOKUPS = ("a table of 2^{window}", "a shuffle", "two shuffles")
 DIVERGENCE = (
     "e8p-2",
     "int2-g16-super",
@@ -86,7 +86,8 @@ def other_codes() -> dict[str, Code]:
     for bits, trellises in WINDOWS.items():
         made = {"grid": _code(bits, bits), "two grids": _code(bits, bits, count=2)}
         for window, shifts in trellises:
-            made[f"trellis of {window}, {LOOKUPS[len(shifts)]}"] = _code(bits, window, shifts)
+            lookups = LOOKUPS[len(shifts)].format(window=window)
+            made[f"trellis of {window}, {lookups}"] = _code(bits, window, shifts)
         for group in (32, 16):
             found |= {f"{n}, {bits} bits, g{group}": replace(code, group=group) for n, code in made.items()}
     return found
