@@ -9,7 +9,7 @@ one of 2^window, or sums of 16-entry tables, which byte shuffles look up in regi
 
 First table: the squared error relative to the weights', of a Gaussian source and, weighted by the importance that the
 planner assumes without data, of matrices of each model behind their column scales; of the first model the KL divergence
-from 16 bit with its whole body in one code and the head in ours. Second table, with --ik: one vector times a matrix in
+from 16 bit with layers 1 and 4 in one code and the head in ours. Second table, with --ik: one vector times a matrix in
 the cache, on one thread, by the kernels of ik_llama.cpp (iqk, which its own products call) and by ours, conversion of
 the vector included, best of many rounds. Errors and divergences stay in the work folder: a run that is stopped goes on.
 The last line is JSON.
@@ -73,7 +73,7 @@ TIMED_ROWS = 64
 """Of the matrix, which is these again and again: others' codes take long to find."""
 ROUNDS = 100
 LAYERS, EXPERTS, ROWS = (1, 4), (None, 1), 64
-"""Layers and experts whose matrices are sampled, and rows of each."""
+"""Layers and experts whose matrices are sampled, and rows of each; in models all of these layers is rounded."""
 SOURCE, SAMPLE = (128, 1024), (96, 256)
 """Weights of the Gaussian source that errors are measured on, and that tables are trained on."""
 
@@ -160,13 +160,14 @@ class Body:
         return fmean(errors)
 
     def rounded(self, code: AnyCode) -> tuple[PreTrainedModel, float]:
-        """The whole body in one code, all else as the planner has it."""
+        """All matrices of the sampled layers in one code, those of the others as they are, the head in ours."""
         code = trained(code)
-        tensors = {m.name: rounded(*self.read(m), code).contiguous() for m in self.matrices}
+        sampled = [m for m in self.matrices if m.layer in LAYERS]
+        tensors = {m.name: rounded(*self.read(m), code).contiguous() for m in sampled}
         for line in self.lines:
             if line.matrix.name not in tensors:
                 w = read_matrix(self.question.source, line.matrix)
-                kept = line.format is None
+                kept = line.format is None or line.matrix.role in BODY_ROLES
                 tensors[line.matrix.name] = (
                     w.bfloat16().float()
                     if kept
