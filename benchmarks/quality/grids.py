@@ -53,7 +53,7 @@ from trilobite.recipe import BODY_ROLES, AnyFormat, LatticeFormat, parse_format
 OURS = ("e8p-2", "int2-g32-super", "int2-g16-super", "e8p-3", "int3-g32-super", "int3-g16-super")
 WINDOWS: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {
     2: ((4, (0,)), (6, (0, 2)), (8, (0, 4)), (8, ())),
-    3: ((4, (0,)), (7, (0, 3)), (8, (0, 4)), (9, ())),
+    3: ((4, (0,)), (7, (0, 3)), (8, (0, 4))),
 }
 """Of trellises, by bits: the window, and the shifts of their lookups."""
 LOOKUPS = ("a table of 2^{window}", "a shuffle", "two shuffles")
