@@ -18,7 +18,7 @@ The last line is JSON.
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -176,26 +176,38 @@ class Body:
         return build(tensors, self.model), size(code)
 
 
+@cache
+def body(model: Path) -> Body:
+    """A model, opened once."""
+    return Body(model)
+
+
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each code."""
     codes: dict[str, AnyCode] = {name: parse_format(name) for name in OURS}
     codes |= other_codes()
     source = torch.randn(SOURCE, generator=torch.Generator().manual_seed(2))
-    bodies = [Body(model) for model in args.models]
-    kept = args.work / f"grids-{'-'.join(body.model.name for body in bodies)}.json"
+    kept = args.work / f"grids-{'-'.join(model.name for model in args.models)}.json"
     rows = json.loads(kept.read_text()) if kept.exists() else []
     for name, code in codes.items():
         if name not in [row["code"] for row in rows]:
             code = trained(code)
             gaussian = relative_loss(source, rounded(source, None, code), torch.ones(SOURCE[1]))
-            errors = {body.model.name: body.error(code) for body in bodies}
+            errors = {model.name: body(model).error(code) for model in args.models}
             rows.append({"code": name, "bits": size(code), "gaussian": gaussian, "errors": errors})
             kept.write_text(json.dumps(rows))
             print(f"{name}: {gaussian:.4f}", *(f"{e:.4f}" for e in errors.values()), flush=True)
-    bench = open_bench(args.models[0], args.text, context=args.context, tokens=args.tokens)
-    variants: dict[str, Variant] = {n: partial(bodies[0].rounded, codes[n]) for n in args.kl}
-    found = divergences(bench, variants, args.work / args.models[0].name / "grids.json")
-    return [row | {"kl": found[row["code"]].kl if row["code"] in found else None} for row in rows]
+    found = divergence(args, codes) if args.kl else {}
+    return [row | {"kl": found.get(row["code"])} for row in rows]
+
+
+def divergence(args: argparse.Namespace, codes: Mapping[str, AnyCode]) -> dict[str, float]:
+    """The KL divergence of the first model, by code."""
+    model = args.models[0]
+    bench = open_bench(model, args.text, context=args.context, tokens=args.tokens)
+    variants: dict[str, Variant] = {name: partial(body(model).rounded, codes[name]) for name in args.kl}
+    found = divergences(bench, variants, args.work / model.name / "grids.json")
+    return {name: of.kl for name, of in found.items()}
 
 
 def speeds(ik: Path) -> list[dict[str, Any]]:
