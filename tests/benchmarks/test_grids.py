@@ -38,7 +38,7 @@ def test_a_grid_of_even_levels_rounds() -> None:
 
 
 def test_training_helps() -> None:
-    """And a trellis loses less than a grid of as many bits."""
+    """Levels that are fitted lose less than those that they began with."""
     sample = torch.randn(16, 64, generator=RANDOM)
     grid = Code(bits=2, window=2, group=16, tables=torch.zeros(1, 4))
     trellis = Code(bits=2, window=6, group=16, shifts=(0, 2), tables=torch.zeros(1, 64))
@@ -48,4 +48,4 @@ def test_training_helps() -> None:
             trained = train(code, sample, starts=1, rounds=rounds)
             errors[code.window, rounds] = float((encode(sample, trained).decoded(trained) - sample).norm())
     assert errors[6, 4] < errors[6, 1]
-    assert errors[6, 4] < errors[2, 4] <= errors[2, 1]
+    assert errors[2, 4] < errors[2, 1]
