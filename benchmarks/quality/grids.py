@@ -82,7 +82,7 @@ AnyCode = Code | AnyFormat
 
 def other_codes() -> dict[str, Code]:
     """All grids and trellises by name, whose tables are not yet trained."""
-    found = {}
+    found: dict[str, Code] = {}
     for bits, trellises in WINDOWS.items():
         made = {"grid": _code(bits, bits), "two grids": _code(bits, bits, count=2)}
         for window, shifts in trellises:
