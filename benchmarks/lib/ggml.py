@@ -1,6 +1,7 @@
-"""Quantizes matrices with llama.cpp's or ik_llama.cpp's own code, and decodes them with the same library."""
+"""Quantizes matrices with llama.cpp's or ik_llama.cpp's own code, decodes them with the same library, multiplies."""
 
 import ctypes as c
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ BACKWARD = {
     "Q6_K": "Q8_0",
 }
 """What `llama-quantize` takes where blocks do not divide a row; IQ4_NL for all others."""
-_DECODE = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_int64)
+_CONVERT = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_int64)
 
 
 class _Traits(c.Structure):
@@ -67,7 +68,13 @@ class _Traits(c.Structure):
 class _IkTraits(c.Structure):
     """The same of ik_llama.cpp, which returns all of it by value."""
 
-    _fields_ = (*_Traits._fields_, ("rest", c.c_void_p * 10))
+    _fields_ = (
+        *_Traits._fields_,
+        ("encode", c.c_void_p),
+        ("others", c.c_void_p * 3),
+        ("activations", c.c_int),
+        ("rest", c.c_void_p * 5),
+    )
 
 
 class _Arena(c.Structure):
@@ -93,6 +100,11 @@ class Ggml:
         self.library.ggml_quantize_requires_imatrix.restype = c.c_bool
         self.library.ggml_row_size.restype = c.c_size_t
         self.library.ggml_row_size.argtypes = [c.c_int, c.c_int64]
+        if self.ik:
+            matrix = (c.c_int, c.c_void_p, c.c_long)
+            multiply = self.library.iqk_mul_mat
+            multiply.restype = c.c_bool
+            multiply.argtypes = [*3 * [c.c_long], *matrix, *matrix, c.c_void_p, c.c_long, *2 * [c.c_int]]
         quantize = self.library.ggml_quantize_chunk
         quantize.restype = c.c_size_t
         quantize.argtypes = [c.c_int, *2 * [c.c_void_p], *3 * [c.c_int64], c.c_void_p]
@@ -119,16 +131,50 @@ class Ggml:
         """
         n, k = w.shape
         name = self.fitting(name, k)
-        of, row = self.types[name], self.library.ggml_row_size(self.types[name], k)
-        w = w.contiguous()
-        columns = None if importance is None else importance.float().contiguous()
-        stored = torch.zeros(n * row + 64, dtype=torch.uint8)
-        self.library.ggml_quantize_init(of)
-        weight = None if columns is None else columns.data_ptr()
-        written = self.library.ggml_quantize_chunk(of, w.data_ptr(), stored.data_ptr(), 0, n, k, weight)
-        assert written == n * row, (name, written, n * row)
-        decode, out = _DECODE(self.traits(name).decode), torch.empty_like(w)
+        stored = self._stored(w, name, importance)
+        row = len(stored) // n
+        decode, out = (
+            _CONVERT(self.traits(name).decode),
+            torch.empty_like(w, memory_format=torch.contiguous_format),
+        )
         for i in range(n):  # some types have a head in each row
             decode(stored.data_ptr() + i * row, out.data_ptr() + 4 * i * k, k)
         assert bool(torch.isfinite(out).all()), name
         return out, n * row
+
+    def _stored(self, w: Tensor, name: str, importance: Tensor | None) -> Tensor:
+        """The bytes of a matrix in a type, row by row; some more are behind them, which kernels may read."""
+        (n, k), of = w.shape, self.types[name]
+        size = n * self.library.ggml_row_size(of, k)
+        w = w.contiguous()
+        columns = None if importance is None else importance.float().contiguous()
+        stored = torch.zeros(size + 64, dtype=torch.uint8)
+        self.library.ggml_quantize_init(of)
+        weight = None if columns is None else columns.data_ptr()
+        written = self.library.ggml_quantize_chunk(of, w.data_ptr(), stored.data_ptr(), 0, n, k, weight)
+        assert written == size, (name, written, size)
+        return stored[:size]
+
+    def product(self, w: Tensor, name: str, times: int) -> tuple[Callable[[], Tensor], int]:
+        """A call that multiplies a matrix with one vector by the kernels of ik_llama.cpp (iqk), and its bytes.
+
+        w: [N, K] float32, which stands `times` times below itself    returns: calls give [times * N] float32, W 1
+        """
+        (n, k), of = w.shape, self.types[name]
+        stored = torch.cat(
+            (self._stored(w, name, torch.ones(k)).repeat(times), torch.zeros(64, dtype=torch.uint8))
+        )
+        row = self.library.ggml_row_size(of, k)
+        kind = self.traits(name).activations
+        to = self.library.ggml_internal_get_type_traits(kind)
+        x, y = torch.ones(k), torch.empty(times * n)
+        encoded = torch.zeros(self.library.ggml_row_size(kind, k) + 64, dtype=torch.uint8)
+        encode = _CONVERT(to.encode)
+
+        def call() -> Tensor:
+            encode(x.data_ptr(), encoded.data_ptr(), k)
+            matrices = (of, stored.data_ptr(), row, kind, encoded.data_ptr(), len(encoded))
+            assert self.library.iqk_mul_mat(times * n, 1, k, *matrices, y.data_ptr(), times * n, 0, 1), name
+            return y
+
+        return call, times * n * row
