@@ -259,9 +259,9 @@ def report(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> s
     return f"{first}\n\n{table(('code', 'bits', 'activations', 'Gweights/s', 'GB/s'), fast)}"
 
 
+@torch.no_grad()
 def main() -> None:
     """Measure, print, and put the tables on their page."""
-    torch.set_grad_enabled(False)
     options = parser(__doc__)
     options.add_argument("models", type=Path, nargs="+", metavar="MODEL")
     options.add_argument("--ik", type=Path, help="ik_llama.cpp's libggml.so")
