@@ -187,6 +187,7 @@ def test_hessians_of_its_own_text_are_kept(
 ) -> None:
     """The next run takes them, writes nothing, and finds the same codes."""
     monkeypatch.setattr(sampled, "LENGTH", 24)
+    monkeypatch.setattr(sampled, "FOR_HESSIANS", 8)
     kept = tmp_path / "hessians"
     compress(str(mixtral), tmp_path / "a", by_feedback(), calibration=Calibration(save=kept), options=SERIAL)
     assert read_report(tmp_path / "a")["identity"]["recipe"]["importance"] == "self"
