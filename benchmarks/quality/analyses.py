@@ -35,7 +35,7 @@ from trilobite.quantize.methods.bands import relative_error
 from trilobite.quantize.methods.quantized import Compensation
 from trilobite.quantize.methods.registry import METHODS, quantize
 from trilobite.quantize.plan.statistics import TAU, kurtosis, residual_rank
-from trilobite.recipe import Recipe, Role
+from trilobite.recipe import PUBLISHED_ITERATIONS, Recipe, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs/figures"
@@ -177,7 +177,9 @@ def figure10(setting: Setting) -> Section:
         rank = hidden // 8 if dense else hidden // 64
         for method in ("search", "hqq"):
             result = METHODS[method](
-                read_matrix(source, m), INT3, compensation=Compensation(rank=rank, iterations=20)
+                read_matrix(source, m),
+                INT3,
+                compensation=Compensation(rank=rank, iterations=PUBLISHED_ITERATIONS),
             )
             errors = result.errors
             label = _label(m)

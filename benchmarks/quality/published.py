@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from benchmarks.lib.divergence_table import run
 from benchmarks.lib.recipes import named, with_bits, with_method
-from trilobite.recipe import PRESETS, Recipe
+from trilobite.recipe import PRESETS, PUBLISHED_ITERATIONS, Recipe
 
 
 def variants() -> dict[str, Recipe]:
@@ -23,7 +23,9 @@ def variants() -> dict[str, Recipe]:
         for method in ("search", "hqq", "hqq-paper"):
             milo = with_bits(with_method(PRESETS["milo-s1"], method), bits)
             found[f"milo-s1 int{bits} {method}"] = milo
-            found[f"milo-s1 int{bits} {method} eq. 13"] = replace(milo, refit=False, iterations=20)
+            found[f"milo-s1 int{bits} {method} eq. 13"] = replace(
+                milo, refit=False, iterations=PUBLISHED_ITERATIONS
+            )
     return named(found)
 
 

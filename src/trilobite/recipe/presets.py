@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 from trilobite.recipe.rules import Recipe, Rule
-from trilobite.recipe.vocabulary import BODY_ROLES, DENSE_ROLES, Format, Role, parse_format
+from trilobite.recipe.vocabulary import (
+    BODY_ROLES,
+    DENSE_ROLES,
+    PUBLISHED_ITERATIONS,
+    Format,
+    Role,
+    parse_format,
+)
 
 HEAD_RULE = Rule(roles=(Role.HEAD,), format=Format(bits=8, group=64))
 """At batch 1 a 16-bit head costs up to a third of the time of a model with few active weights."""
@@ -27,7 +34,15 @@ def _published(name: str, summary: str) -> Recipe:
     """
     rules = (Rule(roles=BODY_ROLES, format=Format(bits=3, group=64), method="hqq-paper"),)
     rank = f"auto:{name.removesuffix('-paper')}"
-    return Recipe(name=name, rules=rules, rank=rank, iterations=20, refit=False, cap=False, summary=summary)
+    return Recipe(
+        name=name,
+        rules=rules,
+        rank=rank,
+        iterations=PUBLISHED_ITERATIONS,
+        refit=False,
+        cap=False,
+        summary=summary,
+    )
 
 
 def _experts_only(name: str, experts: str, summary: str) -> Recipe:

@@ -213,9 +213,8 @@ class _Residuals:
             drafted = dequantize(_codes(target, fmt, method, compensation, None).weight)
             yield from ((rows, w[rows] - drafted[rows]) for rows in bands(n, k))
             return
-        parts = list(
-            bands(n, k, max(BAND, compensation.rank * k))
-        )  # products of few rows and many columns are slow
+        # Products of few rows and many columns are slow.
+        parts = list(bands(n, k, max(BAND, compensation.rank * k)))
         original, target, residual = w.new_empty(3, min(n, parts[0].stop), k, dtype=torch.float32)
         for rows in parts:
             count = rows.stop - rows.start
@@ -269,26 +268,28 @@ def _stored_factors(
         u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
         residuals = _Residuals(w, fmt, method, (u, v), compensation, weight)
         v = v * root  # as E is
-        across, along = _products(residuals, u, v)
+        across = v.new_empty(len(v), n) if step < REFITS else None
+        along = _products(residuals, u, v, across)
         error = residuals.energy - _explained(along, u, v)
         if error < least:  # of what is stored: rounding the factors may cost more than a fit wins
             least, best = error, (lra, lrb)
-        if step < REFITS:
+        if across is not None:
             lra = quantize_factor(fit_factor(across, v @ v.T), compensator)
             u = decode_factor(lra, n).T
             residuals = _Residuals(w, fmt, method, (u, v / root), compensation, weight)
-            along = _products(residuals, u, v)[1]
+            along = _products(residuals, u, v)
             lrb = quantize_factor(fit_factor(along, u.T @ u) / root, compensator)
     return best
 
 
-def _products(residuals: _Residuals, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """V E^T [R, N] and U^T E [R, K]."""
-    across, along = v.new_empty(len(v), len(u)), torch.zeros_like(v)
+def _products(residuals: _Residuals, u: Tensor, v: Tensor, across: Tensor | None = None) -> Tensor:
+    """U^T E [R, K]. across: where V E^T [R, N] is put"""
+    along = torch.zeros_like(v)
     for rows, e in residuals:
-        across[:, rows] = v @ e.T
+        if across is not None:
+            across[:, rows] = v @ e.T
         along.addmm_(u[rows].T, e)
-    return across, along
+    return along
 
 
 def _explained(along: Tensor, u: Tensor, v: Tensor) -> float:

@@ -207,8 +207,10 @@ def _of_our_own(source: Source, recipe: Recipe, calibration: Calibration | None,
 
     calibration: where to keep Hessians, if anything
     """
+    if calibration is not None:
+        _check(calibration)
     save = None if calibration is None else calibration.save
-    if calibration is not None and not (save and not calibration.brought):
+    if calibration is not None and (calibration.brought or not save):
         raise RecipeError(
             f"recipe {recipe.name}: importance {recipe.importance} takes no text of yours; choose importance text with "
             "--calibration FILE, or drop --calibration"
@@ -225,9 +227,14 @@ def _of_our_own(source: Source, recipe: Recipe, calibration: Calibration | None,
         )
     if recipe.importance == "weights":
         return Guessed()
-    if recipe.importance == "builtin":
-        return Calibrator(source, replace(builtin_calibration(source), save=save))
-    return Calibrator(source, replace(sampled_calibration(source, hessians=hessians), save=save))
+    own = (
+        builtin_calibration(source)
+        if recipe.importance == "builtin"
+        else sampled_calibration(source, hessians=hessians)
+    )
+    if calibration is not None:
+        own = replace(own, save=save, memory=calibration.memory)
+    return Calibrator(source, own)
 
 
 def _check(calibration: Calibration) -> None:
