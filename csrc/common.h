@@ -21,6 +21,7 @@ constexpr int TOKENS = 16;    // tokens that are laid out together
 constexpr int LR_GROUP = 64;  // values of a compensator factor that share a scale
 constexpr int WHOLE = -1;     // parts: none, fp32
 constexpr int SLACK = 2048;   // bytes readable past prepared activations: whole tiles are loaded at the end
+constexpr int SUMS = 8;       // int16 that a digit of a segment has for its sums
 
 // How codes are read: 2, 3, 4 or 8 bits of an affine format, or a stage of a lattice format (formats/lattice.py).
 constexpr int E8P = 16, E8 = 17;
@@ -65,6 +66,8 @@ struct Matrix {
 // the most significant last. Products with codes are then exact in int32, on every tier.
 //   q      [block][segment][digit][token of the block][column of the segment] int8
 //   scale  [block][segment][token]
+//   sums   [block][segment][token][digit][8]: of the digits in each 16 columns, then in each 32; the rest is unused. Only
+//          tiers that read them (Isa::SHORT_RUNS) write them.
 // Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for instructions that multiply those; or, `whole`, as it is.
 //   q      [block][32 columns][part][token of the block][column; in every four, the middle two are swapped] bfloat16
 //   q      [block][32 columns][token of the block][column] fp32
@@ -73,6 +76,7 @@ struct Matrix {
 struct Digits {
   int8_t *q;
   float *scale, *sum;
+  int16_t *sums;
   int64_t k, segments;
   int count, seg, digits, parts;
   bool whole;
@@ -83,6 +87,9 @@ struct Digits {
   int8_t *q_block(int block) const { return q + (int64_t)block * TOKENS * k * element_bytes(); }
   float *scale_block(int block) const { return scale + (int64_t)block * TOKENS * segments; }
   float *sum_block(int block) const { return sum + (int64_t)block * TOKENS * segments; }
+  int16_t *sums_block(int block) const {
+    return parts ? nullptr : sums + (int64_t)block * TOKENS * segments * digits * SUMS;
+  }
   // bfloat16 of 32 columns of one token.
   uint16_t *part(int block, int64_t chunk, int i, int row) const {
     return (uint16_t *)q_block(block) + ((chunk * parts + i) * rows(block) + row) * BLOCK;
@@ -94,7 +101,8 @@ struct Digits {
   // The tokens of up to `most` blocks from `block`.
   Digits blocks_from(int block, int most) const {
     const int rest = count - block * TOKENS, n = rest < most * TOKENS ? rest : most * TOKENS;
-    return {q_block(block), scale_block(block), sum_block(block), k, segments, n, seg, digits, parts, whole};
+    return {q_block(block), scale_block(block), sum_block(block), sums_block(block), k, segments, n, seg, digits, parts,
+            whole};
   }
 };
 

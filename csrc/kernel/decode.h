@@ -96,15 +96,16 @@ static inline bool has_plain_scales(const Matrix &m) {
 }
 static inline Affine read_plain(const uint8_t *meta) { return {Isa::from_half(meta), Isa::from_half(meta + 2 * ROWS)}; }
 
+// Of what codes count under super-scales, less COUNT_BIAS.
+static inline Affine read_super(const Matrix &m, int unit, int64_t band, int64_t tile) {
+  const Isa::Floats super = Isa::from_half(m.super + (band * m.supers + tile * m.group / SPAN) * 2 * ROWS);
+  const Isa::Floats scale = Isa::mul(super, Isa::set1(1.0f / 128));
+  return {scale, Isa::mul(scale, Isa::set1((float)(Isa::COUNT_BIAS - 15 * unit)))};
+}
+
 static inline Affine read_affine(const Matrix &m, const uint8_t *meta, int64_t band, int64_t group) {
   Affine a;
-  if (m.sub) {
-    const float zero = (float)(Isa::COUNT_BIAS - 15 * offset_unit(m.kind));
-    const Isa::Floats super = Isa::from_half(m.super + (band * m.supers + group * m.group / SPAN) * 2 * ROWS);
-    a.scale = Isa::mul(super, Isa::set1(1.0f / 128));
-    a.offset = Isa::mul(a.scale, Isa::set1(zero));
-    return a;
-  }
+  if (m.sub) return read_super(m, offset_unit(m.kind), band, group);
   if (m.lattice()) return {Isa::set1(m.scale), Isa::set1(m.offset)};
   if (m.wide) return {Isa::load((const float *)meta), Isa::load((const float *)meta + ROWS)};
   if (!m.double_quant) {

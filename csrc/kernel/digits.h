@@ -52,6 +52,15 @@ static inline void split_parts(const float *x, const Digits &d, int block, int64
     }
 }
 
+// Sums of n digits, for `Digits::sums`.
+static inline void sum_digits(const int8_t *q, int n, int16_t *sums) {
+  int16_t of[4] = {};
+  for (int j = 0; j < n / HALF; j++)
+    for (int i = 0; i < HALF; i++) of[j] = (int16_t)(of[j] + q[j * HALF + i]);
+  for (int j = 0; j < 4; j++) sums[j] = of[j];
+  for (int j = 0; j < 2; j++) sums[4 + j] = (int16_t)(of[2 * j] + of[2 * j + 1]);
+}
+
 // One segment of one token. A NaN or infinite value makes the scale NaN, and with it every result of the token.
 static inline void quantize_segment(const float *x, const Digits &d, int block, int64_t s, int row) {
   if (d.parts) return split_parts(x, d, block, s, row);
@@ -65,6 +74,7 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
   }
   if (top >= 0x7f800000) {
     for (int i = 0; i < d.digits; i++) memset(q + i * stride, 0, n);
+    memset(d.sums_block(block) + at * d.digits * SUMS, 0, d.digits * SUMS * sizeof(int16_t));
     d.scale_block(block)[at] = d.sum_block(block)[at] = bits_to_float(0x7fc00000);
     return;
   }
@@ -72,6 +82,8 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
   const float scale = d.digits == 1 ? split_int8(x, n, top, q, &total) : split_exact(x, n, top, q, stride, &total);
   d.scale_block(block)[at] = scale;
   d.sum_block(block)[at] = scale * (float)total;
+  if (!Isa::SHORT_RUNS) return;
+  for (int i = 0; i < d.digits; i++) sum_digits(q + i * stride, n, d.sums_block(block) + (at * d.digits + i) * SUMS);
 }
 
 static void quantize_block(const void *x, int dtype, const int32_t *index, const Digits &d, int block) {

@@ -101,23 +101,12 @@ struct Isa {
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
   }
-  static Ints ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
   // Two 16-bit numbers, for every lane.
-  static Bytes two(const int16_t *x) {
-    int32_t both;
-    memcpy(&both, x, 4);
-    return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)};
-  }
+  static Bytes two(int32_t both) { return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)}; }
   // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers.
   static Bytes two_of(Bytes v, int j) {
     const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.pairs[j]);
     return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
-  }
-  // Sums of 32 digits, eight each.
-  static void sum_digits(const int8_t *q, int64_t sums[4]) {
-    const __m256i v = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)q), _mm256_set1_epi8(-128));
-    const __m256i s = _mm256_sad_epu8(v, _mm256_setzero_si256());
-    _mm256_storeu_si256((__m256i *)sums, _mm256_sub_epi64(s, _mm256_set1_epi64x(8 * 128)));
   }
 #endif
   // acc[row] += sum of 4 codes of the row times 4 digits.

@@ -5,32 +5,34 @@
 
 template <int KIND> constexpr int stored_bits() { return KIND >= SUPER ? KIND - SUPER : KIND; }
 
-// Sums of the digits of a segment of SEG columns: of each group of SUB columns, the first one number `group` of its tile,
-// in pairs as `Isa::two_of` pairs their offsets; and of all times -COUNT_BIAS.
-template <int D, int SEG, int SUB, typename V = Isa> struct DigitSums {
-  int16_t of[D][4];
-  int32_t bias[D];
+// Bytes of the groups of a tile: scales below, offsets above.
+template <int SEG, int SUB> static inline Isa::Bytes read_lines(const Matrix &m, const uint8_t *meta) {
+  return Isa::load_lanes(meta, (SEG == 64 ? 64 : m.group) / SUB);
+}
 
-  DigitSums(const int8_t *q, int64_t digit, int group) {
-    UNROLL for (int d = 0; d < D; d++) {
-      int64_t eight[SEG / 8], all = 0;
-      UNROLL for (int i = 0; i < SEG; i += 32) V::sum_digits(q + d * digit + i, eight + i / 8);
-      of[d][0] = of[d][1] = 0;
-      UNROLL for (int j = 0; j < SEG / SUB; j++) {
-        int64_t sum = 0;
-        UNROLL for (int i = 0; i < SUB / 8; i++) sum += eight[j * SUB / 8 + i];
-        of[d][group % 2 + j] = (int16_t)sum;
-        all += sum;
-      }
-      bias[d] = (int32_t)(-V::COUNT_BIAS * all);
-    }
+// The sums of digits that belong to two offsets. Where a segment has but one group, the other's count nothing.
+template <int SEG, int SUB> static inline int32_t two_sums(const int16_t *sums, int group, int pair) {
+  if constexpr (SEG == SUB) return (int32_t)((uint32_t)(uint16_t)sums[4] << (16 * (group % 2)));
+  int32_t both;
+  memcpy(&both, sums + (SUB == HALF ? 2 * pair : 4), 4);
+  return both;
+}
+
+// Sums of a segment += offsets of its groups, less COUNT_BIAS, times the sums of their digits.
+template <int KIND, int D, int SEG, int SUB, typename V = Isa>
+static inline void add_offsets(Isa::Ints a[D], const Isa::Bytes &lines, const int16_t *sums, int group) {
+  const Isa::Bytes of = Isa::times(Isa::field<4, 4>(lines), Isa::factor(offset_unit(KIND)));
+  UNROLL for (int j = 0; j < (SEG / SUB > 2 ? 2 : 1); j++) {
+    const Isa::Bytes pair = V::add_shorts(V::two_of(of, group / 2 + j), Isa::factor(-V::COUNT_BIAS));
+    UNROLL for (int d = 0; d < D; d++) a[d] =
+        V::dot_shorts(a[d], pair, V::two(two_sums<SEG, SUB>(sums + d * SUMS, group, j)));
   }
-};
+}
 
 // Steps AT and on of a segment: sums of RUN steps in `run`, then widened in `a`, times the scale of a group if it has one.
 template <int KIND, int D, int SEG, int SUB, int AT, typename V = Isa>
 __attribute__((always_inline)) static inline void short_steps(Isa::Ints a[D], Isa::Bytes run[D], const uint8_t *codes,
-                                                              const int8_t *q, int64_t digit, const Sub &sub,
+                                                              const int8_t *q, int64_t digit, const Isa::Bytes &scale,
                                                               int group) {
   // At most 2 * 7 * 128 or 2 * 15 * 128 a step.
   constexpr int BITS = stored_bits<KIND>(), RUN = SUB ? SUB / 4 : BITS < 4 ? 16 : 8;
@@ -41,10 +43,10 @@ __attribute__((always_inline)) static inline void short_steps(Isa::Ints a[D], Is
     V::in_order(run[d]);
   }
   if constexpr (AT % RUN == RUN - 1 || 4 * AT + 4 == SEG) {
-    const Isa::Bytes factor = SUB ? Isa::factor(sub.scale, group + AT / RUN) : Isa::factor(1);
+    const Isa::Bytes factor = SUB ? Isa::factor(scale, group + AT / RUN) : Isa::factor(1);
     UNROLL for (int d = 0; d < D; d++) a[d] = V::dot_shorts(a[d], run[d], factor);
   }
-  if constexpr (4 * AT + 4 < SEG) short_steps<KIND, D, SEG, SUB, AT + 1>(a, run, codes, q, digit, sub, group);
+  if constexpr (4 * AT + 4 < SEG) short_steps<KIND, D, SEG, SUB, AT + 1>(a, run, codes, q, digit, scale, group);
 }
 
 // NB bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the first-level
@@ -57,6 +59,7 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, int toke
   const int64_t digit = ONE ? SEG : (int64_t)x.count * SEG;
   const int8_t *q = x.q + (int64_t)token * SEG;
   const float *scale = x.scale + token, *sum = x.sum + token;
+  const int16_t *sums = x.sums + token * D * SUMS;
   const uint8_t *tile = m.packed + band * stride;
   const bool plain = has_plain_scales(m);
   Isa::Floats acc[NB];
@@ -65,30 +68,27 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, int toke
     // At the end of its band a stream goes on with the next band that nobody reads yet.
     const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
     for (int n = 0; n < NB; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, 3);
-    for (int s = 0; s < per_group; s++, q += D * digit, scale += x.count, sum += x.count) {
+    for (int s = 0; s < per_group; s++, q += D * digit, scale += x.count, sum += x.count, sums += x.count * D * SUMS) {
       [[maybe_unused]] const int group = SUB ? s * SEG / (SUB ? SUB : 1) : 0;
-      [[maybe_unused]] const DigitSums<D, SEG, SUB ? SUB : SEG> sums(q, digit, group);
       for (int n = 0; n < NB; n++) {
         const int8_t *near = q;
-        __asm__("" : "+r"(near));  // or GCC 12 copies what is loaded from there to the stack, for all bands
+        const int16_t *near_sums = sums;
+        // Or GCC 12 copies what is loaded from there to the stack, for all bands.
+        __asm__("" : "+r"(near), "+r"(near_sums));
         const uint8_t *at = tile + n * stride, *codes = at + s * BYTES, *meta = at + m.code_bytes;
         for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, 3);
         Isa::Ints a[D];
-        Isa::Bytes run[D];
-        Sub sub{};
+        Isa::Bytes run[D], scales{};
         for (int d = 0; d < D; d++) a[d] = Isa::zero();
+        if constexpr (SUB != 0) scales = Isa::plus(Isa::mask(read_lines<SEG, SUB>(m, meta), 15), Isa::bytes(1));
+        short_steps<KIND, D, SEG, SUB, 0>(a, run, codes, near, digit, scales, group);
         if constexpr (SUB != 0) {
-          const Isa::Bytes v = Isa::load_lanes(meta, m.group / SUB);
-          sub.scale = Isa::plus(Isa::mask(v, 15), Isa::bytes(1));
-          sub.offset = Isa::times(Isa::field<4, 4>(v), Isa::factor(offset_unit(KIND)));
-          UNROLL for (int d = 0; d < D; d++) a[d] = V::ints(sums.bias[d]);
-          UNROLL for (int j = 0; j < SEG / SUB; j += 2) {
-            const Isa::Bytes offsets = V::two_of(sub.offset, (group + j) / 2);
-            UNROLL for (int d = 0; d < D; d++) a[d] = V::dot_shorts(a[d], offsets, V::two(sums.of[d] + j));
-          }
+          __asm__("" : "+r"(meta));  // or offsets are held, on the stack, while codes are multiplied
+          add_offsets<KIND, D, SEG, SUB>(a, read_lines<SEG, SUB>(m, meta), near_sums, group);
         }
-        short_steps<KIND, D, SEG, SUB, 0>(a, run, codes, near, digit, sub, group);
-        const Affine w = plain ? read_plain(meta) : read_affine(m, meta, band + n, g);
+        const Affine w = SUB     ? read_super(m, offset_unit(KIND), band + n, g)
+                         : plain ? read_plain(meta)
+                                 : read_affine(m, meta, band + n, g);
         const Isa::Floats dot = Isa::mul(combine<D>(a), Isa::set1(*scale));
         acc[n] = Isa::fma(w.offset, Isa::set1(*sum), Isa::fma(w.scale, dot, acc[n]));
       }
