@@ -42,7 +42,7 @@ IMPORTANCES = ("none", "weights", "builtin", "self", "text")
 """Where `search` learns what enters each column, to weigh errors by: nowhere, from the weights that make it, on a text
 of ours, on one that the model writes itself, on one's own.
 """
-ITERATIONS, PUBLISHED_ITERATIONS = 12, 20
+ITERATIONS, PUBLISHED_ITERATIONS = 10, 20
 """Caps of MiLo's alternation: with strides (quantize/methods/milo.py), and as printed."""
 COMPENSATORS = {"int3": 3, "int8": 8, "fp16": 16}
 """Compensator formats and their bits."""

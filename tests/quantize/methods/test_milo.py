@@ -74,9 +74,9 @@ def test_the_best_iterate_is_what_is_stored(outliers: Tensor, monkeypatch: pytes
     two = METHODS["search"](outliers, INT3, compensation=Compensation(rank=8, iterations=2))
     original, calls = module.truncated_svd, []
 
-    def sabotage(e: Tensor, rank: int, *, seed: int) -> tuple[Tensor, Tensor, float]:
+    def sabotage(e: Tensor, rank: int, *, seed: int, power: int) -> tuple[Tensor, Tensor, float]:
         calls.append(1)
-        u, v, energy = original(e, rank, seed=seed)
+        u, v, energy = original(e, rank, seed=seed, power=power)
         return (u, v, energy) if len(calls) <= 2 else (u * 0, v * 0, 0.0)
 
     monkeypatch.setattr(module, "truncated_svd", sabotage)
@@ -247,3 +247,11 @@ def test_order_of_methods_on_trained_matrices(shared: Path, name: str) -> None:
     errors.insert(0, relative_error(w, compensated))
     assert errors == sorted(errors)
     assert all(a < 0.99 * b for a, b in pairwise(errors))
+
+
+def test_after_a_round_that_made_it_worse_codes_follow_the_low_rank_alone(outliers: Tensor) -> None:
+    compensation = Compensation(rank=8)
+    assert module._stride(outliers, compensation, [0.2]) > 1
+    assert module._stride(outliers, compensation, [0.3, 0.2]) > 1
+    assert module._stride(outliers, compensation, [0.3, 0.2, 0.25]) == 1
+    assert module._stride(outliers, replace(compensation, refit=False), [0.2]) == 1

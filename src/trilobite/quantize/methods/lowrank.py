@@ -9,17 +9,19 @@ EXACT = 512
 """Matrices whose smaller side is at most this are decomposed exactly, through the Gram matrix in float64."""
 OVERSAMPLE = 8
 POWER_ITERATIONS = 3
-DEPENDENT = 1e-3
-"""A column of a product of which the columns before it leave less than this share adds nothing but rounding errors."""
+RIDGE = 1e-5
+"""A column of a product of which the others leave less than about the root of this adds nothing but rounding errors."""
 
 
-def truncated_svd(e: Tensor, rank: int, *, seed: int) -> tuple[Tensor, Tensor, float]:
+def truncated_svd(
+    e: Tensor, rank: int, *, seed: int, power: int = POWER_ITERATIONS
+) -> tuple[Tensor, Tensor, float]:
     """Best rank-`rank` approximation U V of E, each factor carrying the square root of the singular values.
 
     Large matrices use randomised subspace iteration with oversampling (Halko et al. 2011). Same inputs and seed, same
     result.
 
-    e: [N, K] fp32
+    e: [N, K] fp32    power: iterations of a large matrix; one does where `followed_svd` goes on from here
     returns: U [N, rank], V [rank, K], and the squared Frobenius norm of U V (so that the squared error of the
     approximation is |E|^2 minus it: U V is an orthogonal projection of E)
     """
@@ -31,7 +33,7 @@ def truncated_svd(e: Tensor, rank: int, *, seed: int) -> tuple[Tensor, Tensor, f
     generator = torch.Generator(device=e.device).manual_seed(seed)
     probe = torch.randn(k, width, generator=generator, device=e.device)
     q = _orthonormal(e @ probe)
-    for _ in range(POWER_ITERATIONS):
+    for _ in range(power):
         q = _orthonormal(e @ _orthonormal(e.T @ q))
     return _within(q, q.T @ e, rank)
 
@@ -52,11 +54,16 @@ def followed_svd(
     for rows, e in parts:
         torch.mm(e, probe, out=y[rows])
         along.addmm_(y[rows].T, e)
-    q, r = torch.linalg.qr(y)
-    # Y = Q R, so that Q^T E = R^-T (Y^T E).
-    diagonal = r.diagonal()
-    diagonal[diagonal.abs() <= DEPENDENT * y.norm(dim=0)] = torch.inf
-    return _within(q, torch.linalg.solve_triangular(r.T, along, upper=False), rank)
+    # Q = Y T^T is orthonormal, Q^T E = T (Y^T E); Y never is decomposed itself, which would take as long as its product.
+    gram = (y.T @ y).double()
+    size = gram.diagonal().sqrt()
+    unit = torch.where(size > 0, 1 / size, 0.0)
+    cosines = gram * unit * unit[:, None]
+    cosines.diagonal().fill_(1 + RIDGE)
+    t = torch.linalg.solve_triangular(torch.linalg.cholesky(cosines), unit.diag(), upper=False)
+    left, sigma = _top_eigen(t @ (along @ along.T).double() @ t.T, rank)
+    turn = (t.T @ left.double()).float()
+    return _split(y @ turn, turn.T @ along, sigma)
 
 
 def _within(q: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:

@@ -25,7 +25,7 @@ from trilobite.quantize.methods.compensator import (
 )
 from trilobite.quantize.methods.hessian import relative_loss
 from trilobite.quantize.methods.ldlq import quantize_lattice
-from trilobite.quantize.methods.lowrank import EXACT, followed_svd, truncated_svd
+from trilobite.quantize.methods.lowrank import EXACT, POWER_ITERATIONS, followed_svd, truncated_svd
 from trilobite.quantize.methods.quantized import Compensation, Quantized
 from trilobite.recipe import AnyFormat, LatticeFormat
 
@@ -37,11 +37,12 @@ LEAST = 1e-4
 DRAFT_STEPS = 1
 """Alternations of `search` inside the loop. Codes that are only nearly the best leave more for the low rank to find:
 the stored error is lower than with the full search in every round, and so is the time."""
-STRIDE = 2.0
+STRIDE = 2.2
 LONG_STRIDE = 3.0
 LONG_STRIDE_RANKS = 32
-"""What the codes are found for moves by more than the low rank did, in about half the rounds. Longer strides would
-oscillate, but for ranks of at most a 32nd of the smaller side, which take up little of what the codes leave."""
+"""What the codes are found for moves by more than the low rank did, in about half the rounds; after a round that made it
+worse, no farther. Longer strides would oscillate, but for ranks of at most a 32nd of the smaller side, which take up
+little of what the codes leave."""
 REFITS = 1
 """Rounds in which 3-bit factors are fitted once more against the codes, and the codes against the factors as stored."""
 
@@ -134,7 +135,7 @@ def _compensated(
             best = last
         if converged(errors):
             break
-        ahead = _ahead(before, last, _stride(w, compensation))
+        ahead = _ahead(before, last, _stride(w, compensation, errors))
     assert best is not None
     assert last is not None
     if not compensation.refit:
@@ -162,9 +163,9 @@ def converged(errors: list[float]) -> bool:
     return before - now <= TOLERANCE * before
 
 
-def _stride(w: Tensor, compensation: Compensation) -> float:
+def _stride(w: Tensor, compensation: Compensation, errors: list[float]) -> float:
     """How far to go; as published: no farther than the low rank."""
-    if not compensation.refit:
+    if not compensation.refit or errors[-2:] != sorted(errors[-2:], reverse=True):
         return 1.0
     few = compensation.rank * LONG_STRIDE_RANKS <= min(w.shape)
     return LONG_STRIDE if few else STRIDE
@@ -244,7 +245,8 @@ def _decomposed(
     whole = torch.empty(n, k, dtype=torch.float32, device=w.device)
     for rows, e in residuals:
         whole[rows] = e
-    return truncated_svd(whole, compensation.rank, seed=compensation.seed)
+    power = 1 if compensation.iterations > 1 else POWER_ITERATIONS
+    return truncated_svd(whole, compensation.rank, seed=compensation.seed, power=power)
 
 
 def _stored_factors(
