@@ -22,6 +22,25 @@ static inline Lanes offset_at(const QuantizeGroup &g, Lanes s, Lanes middle, flo
 
 static inline Lanes base_of(Lanes o, float unit) { return (o - MOST_OFFSET) * unit; }
 
+constexpr int SIDES = 3;
+
+// Errors of the best codes under a sub-scale, in units of it, for each of three offsets, in units of the super-scale. Their
+// sums are side by side: one alone would wait for its last addition.
+template <bool WEIGHTED>
+static inline void errors_of(const QuantizeGroup &g, Lanes inverse, Lanes s, const Lanes base[SIDES],
+                             Lanes error[SIDES]) {
+  const Lanes step = 1.0f / s, scale = inverse * step, top = all(g.top());
+  Lanes shift[SIDES];
+  for (int k = 0; k < SIDES; k++) shift[k] = base[k] * step, error[k] = all(0);
+  for (int i = 0; i < g.columns; i++) {
+    const Lanes w = g.w[i];
+    for (int k = 0; k < SIDES; k++) {
+      const Lanes x = w * scale - shift[k], left = x - nearest(at_most(at_least(x, all(0)), top));
+      error[k] += (WEIGHTED ? g.weight[i] * left : left) * left;
+    }
+  }
+}
+
 // The best of the pairs of sub-scale and offset code around a line, or the nearest pair.
 static SubGroup fit_sub(const QuantizeGroup &g, const QuantizeLine &line, Lanes inverse, float unit, bool search) {
   const Lanes middle = (line.offset + line.scale * (0.5f * g.top())) * inverse;
@@ -35,21 +54,21 @@ static SubGroup fit_sub(const QuantizeGroup &g, const QuantizeLine &line, Lanes 
   if (!search) return best;
   Lanes least = all(__builtin_inff());
   for (int more = -2; more <= 2; more++) {
-    const Lanes s = at_most(at_least(rounded + (float)more, all(1)), all(MOST_SCALE)), step = 1.0f / s;
+    const Lanes s = at_most(at_least(rounded + (float)more, all(1)), all(MOST_SCALE));
     const Lanes around = offset_at(g, s, middle, unit), most = most_offset(g, s, unit);
-    for (int side = -1; side <= 1; side++) {
-      const Lanes o = at_most(at_least(around + (float)side, all(0)), most), base = base_of(o, unit);
-      Lanes error = all(0);
-      for (int i = 0; i < g.columns; i++) {
-        const Lanes x = g.w[i] * inverse - base;
-        const Lanes code = nearest(at_most(at_least(x * step, all(0)), all(g.top())));
-        const Lanes left = x - code * s;
-        error += g.weight_of(i) * left * left;
-      }
-      const Bits better = error < least;
-      least = choose(better, error, least);
+    Lanes offset[SIDES], base[SIDES], error[SIDES];
+    for (int k = 0; k < SIDES; k++) {
+      offset[k] = at_most(at_least(around + (float)(k - 1), all(0)), most);
+      base[k] = base_of(offset[k], unit);
+    }
+    if (g.weight) errors_of<true>(g, inverse, s, base, error);
+    else errors_of<false>(g, inverse, s, base, error);
+    for (int k = 0; k < SIDES; k++) {
+      const Lanes of = error[k] * s * s;
+      const Bits better = of < least;
+      least = choose(better, of, least);
       best.scale = choose(better, s, best.scale);
-      best.offset = choose(better, o, best.offset);
+      best.offset = choose(better, offset[k], best.offset);
     }
   }
   return best;

@@ -68,16 +68,16 @@ class RescaledWeights:
                 part = cut(whole, m.view)
                 part.copy_(self.apply(m.name, part))
             return whole
-        if w.dtype == torch.float64 and (name in self._writes or name in self._reads):
-            w = w.float()
+        if name not in self._writes and name not in self._reads:
+            return w
+        w = w.to(torch.float32, copy=True)  # first: operators on two dtypes take twice as long
         if name in self._writes:
             stream, port = self._writes[name]
             factor = _spread(self.scales(stream), port)
-            w = w * (factor if w.dim() == 1 else factor[:, None])  # in fp32, as the factors are
+            w.mul_(factor if w.dim() == 1 else factor[:, None])
         if name in self._reads:
             stream, port = self._reads[name]
-            divisor = _spread(self.scales(stream), port)
-            w = w.div_(divisor) if name in self._writes else w / divisor
+            w.div_(_spread(self.scales(stream), port))
         return w
 
     def scales(self, stream: Stream) -> Tensor:

@@ -12,6 +12,7 @@ from trilobite.formats import affine
 from trilobite.formats.bitpack import ROWS
 from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
 from trilobite.kernels.cpu import quantize as cpu_quantize
+from trilobite.quantize.methods.hessian import weighted_error
 from trilobite.quantize.methods.hqq import hqq
 from trilobite.quantize.methods.quantized import Quantized
 from trilobite.quantize.methods.refine import ROUNDS, refined
@@ -157,14 +158,15 @@ def quantize_bands(
 ) -> Quantized:
     """Quantize a matrix, or what the stored factors U and V of a compensator leave of it.
 
-    w: [N, K] any float dtype    lra, lrb: as in formats/weight.py, both or none    weight: see `find_scales`
+    w: [N, K] any float dtype    lra, lrb: as in formats/weight.py, both or none
+    weight: see `find_scales`; with it the loss is told, too
     Raises WeightError for NaN, infinite or out-of-range weights, ShapeError when K does not divide into groups.
     """
     n, k = w.shape
     u = None if lra is None else decode_factor(lra, n).T
     v = None if lrb is None else decode_factor(lrb, k)
     tiles = Tiles(fmt, (n, k), w.device)
-    error = total = 0.0
+    error = total = loss = whole = 0.0
     for rows in bands(n, k):
         original = check_finite(w[rows].float())
         target = original if u is None or v is None else torch.addmm(original, u[rows], v, alpha=-1)
@@ -172,7 +174,14 @@ def quantize_bands(
         tiles.put(rows, band.tiles, band.super)
         error += sum_of_squares(band.residual)
         total += sum_of_squares(original)
-    return Quantized(weight=tiles.weight(lra, lrb), error=float((error / total) ** 0.5) if total else 0.0)
+        if weight is not None:
+            loss += weighted_error(band.residual, weight)
+            whole += weighted_error(original, weight)
+    return Quantized(
+        weight=tiles.weight(lra, lrb),
+        error=float((error / total) ** 0.5) if total else 0.0,
+        proxy=None if weight is None else loss / whole if whole else 0.0,
+    )
 
 
 def sum_of_squares(w: Tensor) -> float:

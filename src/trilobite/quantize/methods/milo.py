@@ -67,7 +67,7 @@ def milo(
     compensation = compensation or Compensation()
     quantizer = _compensated if compensation.rank else _codes
     quantized = quantizer(w, fmt, method, compensation, hessian)
-    if hessian is None:
+    if hessian is None or quantized.proxy is not None:
         return quantized
     return replace(quantized, proxy=relative_loss(w, dequantize(quantized.weight), hessian))
 
