@@ -37,12 +37,12 @@ LEAST = 1e-4
 DRAFT_STEPS = 1
 """Alternations of `search` inside the loop. Codes that are only nearly the best leave more for the low rank to find:
 the stored error is lower than with the full search in every round, and so is the time."""
-STRIDE = 2.2
-LONG_STRIDE = 3.0
+STRIDE, LONGEST_STRIDE = 2.2, 3.0
 LONG_STRIDE_RANKS = 32
 """What the codes are found for moves by more than the low rank did, in about half the rounds; after a round that made it
-worse, no farther. Longer strides would oscillate, but for ranks of at most a 32nd of the smaller side, which take up
-little of what the codes leave."""
+worse, no farther. Farther still would oscillate, and the sooner the more ranks there are, which take up more of what the
+codes leave: the longest stride is for a 32nd of the smaller side, .4 less for each doubling, down to STRIDE.
+"""
 REFITS = 1
 """Rounds in which 3-bit factors are fitted once more against the codes, and the codes against the factors as stored."""
 
@@ -167,8 +167,8 @@ def _stride(w: Tensor, compensation: Compensation, errors: list[float]) -> float
     """How far to go; as published: no farther than the low rank."""
     if not compensation.refit or errors[-2:] != sorted(errors[-2:], reverse=True):
         return 1.0
-    few = compensation.rank * LONG_STRIDE_RANKS <= min(w.shape)
-    return LONG_STRIDE if few else STRIDE
+    doublings = math.log2(LONG_STRIDE_RANKS * compensation.rank / min(w.shape))
+    return min(LONGEST_STRIDE, max(STRIDE, LONGEST_STRIDE - 0.4 * doublings))
 
 
 def _ahead(before: Factors | None, last: Factors, stride: float) -> Factors:
