@@ -111,6 +111,15 @@ def test_following_drops_what_depends(decaying: Tensor) -> None:
         assert residual == pytest.approx(float(e.double().square().sum()) - energy, rel=1e-3)
 
 
+def test_following_more_ranks_than_there_are() -> None:
+    """Most directions of such a product are rounding errors, whose share of the energy must not count."""
+    low = normal(1500, 10) @ normal(10, 1200, seed=1)
+    start = normal(256, 1200, seed=2)
+    u, v, energy = followed_svd([(slice(0, 1500), low)], (1500, 1200), start)
+    assert energy == pytest.approx(float(low.double().square().sum()), rel=1e-5)
+    assert float((low - u @ v).norm()) < 1e-5 * float(low.norm())
+
+
 @pytest.mark.parametrize("shape", [(32, 64), (1200, 1100)])
 def test_zero_matrices(shape: tuple[int, int]) -> None:
     u, v, energy = truncated_svd(torch.zeros(shape), 3, seed=0)

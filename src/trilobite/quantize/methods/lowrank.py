@@ -9,8 +9,8 @@ EXACT = 512
 """Matrices whose smaller side is at most this are decomposed exactly, through the Gram matrix in float64."""
 OVERSAMPLE = 8
 POWER_ITERATIONS = 3
-RIDGE = 1e-5
-"""A column of a product of which the others leave less than about the root of this adds nothing but rounding errors."""
+DEPENDENT = 1e-5
+"""Least eigenvalue of the cosines between a product's columns: below it a direction holds rounding errors alone."""
 
 
 def truncated_svd(
@@ -54,13 +54,12 @@ def followed_svd(
     for rows, e in parts:
         torch.mm(e, probe, out=y[rows])
         along.addmm_(y[rows].T, e)
-    # Q = Y T^T is orthonormal, Q^T E = T (Y^T E); Y never is decomposed itself, which would take as long as its product.
+    # Q = Y T^T is orthonormal, Q^T E = T (Y^T E). To decompose Y itself would take as long as to multiply it.
     gram = (y.T @ y).double()
     size = gram.diagonal().sqrt()
     unit = torch.where(size > 0, 1 / size, 0.0)
-    cosines = gram * unit * unit[:, None]
-    cosines.diagonal().fill_(1 + RIDGE)
-    t = torch.linalg.solve_triangular(torch.linalg.cholesky(cosines), unit.diag(), upper=False)
+    values, vectors = torch.linalg.eigh(gram * unit * unit[:, None])
+    t = torch.where(values > DEPENDENT, values.rsqrt(), 0.0)[:, None] * vectors.T * unit
     left, sigma = _top_eigen(t @ (along @ along.T).double() @ t.T, rank)
     turn = (t.T @ left.double()).float()
     return _split(y @ turn, turn.T @ along, sigma)

@@ -165,7 +165,8 @@ def converged(errors: list[float]) -> bool:
 
 def _stride(w: Tensor, compensation: Compensation, errors: list[float]) -> float:
     """How far to go; as published: no farther than the low rank."""
-    if not compensation.refit or errors[-2:] != sorted(errors[-2:], reverse=True):
+    worse = len(errors) > 1 and errors[-1] > errors[-2]
+    if not compensation.refit or worse:
         return 1.0
     doublings = math.log2(LONG_STRIDE_RANKS * compensation.rank / min(w.shape))
     return min(LONGEST_STRIDE, max(STRIDE, LONGEST_STRIDE - 0.4 * doublings))
