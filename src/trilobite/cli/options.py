@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilobite.errors import CalibrationError, DestinationError, MissingExtraError
-from trilobite.recipe import Recipe, load_recipe, parse_role, recipe_from_dict
+from trilobite.recipe import ITERATIONS, Recipe, load_recipe, parse_role, recipe_from_dict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ CompensatorOption = Annotated[
     typer.Option("--compensator", help="How compensators are stored: int3, int8 or fp16.", metavar="FORMAT"),
 ]
 IterationsOption = Annotated[
-    int | None, typer.Option("--iterations", help="Most rounds of MiLo's alternation (12).", metavar="N")
+    int | None, typer.Option("--iterations", help=f"Most rounds of MiLo's alternation ({ITERATIONS}).", metavar="N")
 ]
 ColumnsOption = Annotated[
     str | None,
