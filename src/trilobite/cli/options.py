@@ -68,7 +68,8 @@ CompensatorOption = Annotated[
     typer.Option("--compensator", help="How compensators are stored: int3, int8 or fp16.", metavar="FORMAT"),
 ]
 IterationsOption = Annotated[
-    int | None, typer.Option("--iterations", help=f"Most rounds of MiLo's alternation ({ITERATIONS}).", metavar="N")
+    int | None,
+    typer.Option("--iterations", help=f"Most rounds of MiLo's alternation ({ITERATIONS}).", metavar="N"),
 ]
 ColumnsOption = Annotated[
     str | None,
