@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from trilobite.errors import EvaluationError
 from trilobite.evaluate.perplexity import REFERENCE, NotFiniteLogitsError, Sums, mean_perplexity
 from trilobite.models.pairs import NONE, Forced, Pair, check_pairs, forced
+from trilobite.models.wide_products import wide_products
 from trilobite.runtime.finite import not_finite
 from trilobite.runtime.generate.text import context_length
 
@@ -93,7 +94,8 @@ def check_forced(name: str, model: PreTrainedModel, pairs: Sequence[Pair]) -> No
 @torch.inference_mode()
 def _logits(model: PreTrainedModel, block: Forced) -> Tensor:
     """[the batch's tokens, V], padding left out."""
-    logits: Tensor = model(**block.arguments(model.device), use_cache=False).logits
+    with wide_products(model.dtype, model.device):
+        logits: Tensor = model(**block.arguments(model.device), use_cache=False).logits
     return logits[(block.labels != NONE).to(logits.device)]
 
 

@@ -23,6 +23,7 @@ from trilobite.checkpoint.layers import layer_key
 from trilobite.errors import DestinationError, EvaluationError
 from trilobite.evaluate.forced import check_forced
 from trilobite.models.pairs import NONE, Pair, forced
+from trilobite.models.wide_products import wide_products
 from trilobite.runtime.finite import finite, not_finite
 from trilobite.runtime.routing import INDEX_NAMES, index_of, routes_by_index
 
@@ -87,7 +88,7 @@ def _counted(
     ]
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), wide_products(model.dtype, model.device):
             for arguments, tokens, done in steps:
                 real.clear()
                 real.update(tokens)

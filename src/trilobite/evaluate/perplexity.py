@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trilobite.errors import EvaluationError
+from trilobite.models.wide_products import wide_products
 from trilobite.runtime.finite import finite, not_finite
 from trilobite.runtime.generate.text import context_length
 
@@ -212,7 +213,8 @@ def check_windows(name: str, model: PreTrainedModel, context: int, last_id: int)
 
 @torch.inference_mode()
 def _logits(model: PreTrainedModel, block: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=block.to(model.device), use_cache=False).logits
+    with wide_products(model.dtype, model.device):
+        logits: Tensor = model(input_ids=block.to(model.device), use_cache=False).logits
     return logits
 
 

@@ -27,6 +27,7 @@ from trilobite.checkpoint.layers import layer_key, side_of
 from trilobite.errors import DestinationError, EvaluationError
 from trilobite.evaluate.forced import check_forced
 from trilobite.models.pairs import Pair, forced
+from trilobite.models.wide_products import wide_products
 from trilobite.runtime.finite import finite, not_finite
 from trilobite.runtime.routing import Arguments, MoeLayer, NormListener, index_of, moe_layers
 
@@ -110,7 +111,7 @@ def _traced(
     recorder = _Recorder(layers)
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), wide_products(model.dtype, model.device):
             for done, arguments in enumerate(steps, 1):
                 if not finite(model.base_model(**arguments, use_cache=False)[0]):
                     raise not_finite(model, arguments)

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from trilobite.checkpoint.roles import Matrix
 from trilobite.checkpoint.source import Source
 from trilobite.errors import ArchitectureError, CalibrationError
+from trilobite.models.wide_products import wide_products
 from trilobite.quantize.calibrate.weights import BlockWeights
 
 Exchange = Callable[[Tensor], Tensor]
@@ -85,7 +86,8 @@ class BlockModel(BlockWeights):
         def first(*args: Any, **kwargs: Any) -> None:
             hidden, rest, named = _split(args, kwargs)
             arguments[blocks[0]] = rest, named
-            out = type(block).forward(block, hidden, *rest, **named)
+            with wide_products(self.dtype, self.device):
+                out = type(block).forward(block, hidden, *rest, **named)
             self._rest = out[1:] if isinstance(out, tuple) else None
             raise Stop
 
@@ -126,7 +128,8 @@ class BlockModel(BlockWeights):
         hidden: [B, T, H]    first: number of its first window    returns: [B, T, H]
         """
         args, kwargs = self._arguments[self._batch(hidden, first)][block]
-        result = _states(self._modules[block](hidden, *args, **kwargs))
+        with wide_products(self.dtype, self.device):
+            result = _states(self._modules[block](hidden, *args, **kwargs))
         if not bool(torch.isfinite(result.sum(dtype=torch.float32))) and not bool(
             torch.isfinite(result).all()
         ):

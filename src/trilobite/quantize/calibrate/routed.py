@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite.models.wide_products import wide_products
 from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.stacked_experts import intermediate
 from trilobite.quantize.methods.hessian import HessianSum, hessian_note, own_part, shrink
@@ -91,7 +92,9 @@ class Routed:
         if "in" in sums:
             sums["in"].add(x)
         if "mid" in sums:
-            sums["mid"].add(intermediate(self.experts, expert, x))
+            with wide_products(self.model.dtype, self.model.device):
+                mid = intermediate(self.experts, expert, x)
+            sums["mid"].add(mid)
 
     def parallel(self, slots: int, copies: int, memory: int) -> int:
         """Experts in work at a time: so many copies of their Hessians fit half the bound."""

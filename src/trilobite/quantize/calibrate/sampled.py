@@ -71,8 +71,12 @@ def sample_windows(
                 hidden = list(pool.map(partial(model.run, block), hidden))
                 model.drop(block)
             parameters = {name: w.float() for name, w in model.parameters("").items()}
-            for row, states, seed in zip(ids, torch.cat(hidden), seeds, strict=True):
-                row[1:] = _drawn(model.logits(row[None], states[None], parameters)[0, :-1], seed)
+            states = torch.cat(hidden)
+            for first in range(0, len(ids), jobs):  # logits of so many windows are held at a time
+                some = slice(first, first + jobs)
+                pairs = zip(ids[some], states[some], strict=True)
+                logits = [model.logits(row[None], of_row[None], parameters)[0, :-1] for row, of_row in pairs]
+                ids[some, 1:] = torch.stack(list(pool.map(_drawn, logits, seeds[some])))
             model.drop("")
     watcher.progress("sample", steps, steps)
     return ids
