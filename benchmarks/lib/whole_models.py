@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,10 @@ SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 """Model type, the model whose layers these are, how many of them, and what is not the type's default."""
 
 
-def _config(name: str) -> tuple[Any, str]:
+def _config(name: str, layers: int | None) -> tuple[Any, str]:
     """Configuration and title of a model with the layers of a large one."""
-    kind, title, layers, values = SHAPES[name]
+    kind, title, usual, values = SHAPES[name]
+    layers = layers or usual
     values = {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "tie_word_embeddings": False, **values}
     return AutoConfig.for_model(kind, **values), f"{title} shape, {layers} layers"
 
@@ -86,10 +87,15 @@ def make_checkpoint(config: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def packed_models(names: Sequence[str] = ("mixtral", "deepseek")) -> Iterator[tuple[str, Path]]:
-    """Name and folder of each whole model; the folder is gone when the next one is asked for."""
+def packed_models(
+    names: Sequence[str] = ("mixtral", "deepseek"), layers: int | None = None
+) -> Generator[tuple[str, Path]]:
+    """Name and folder of each whole model; the folder is gone when the next one is asked for.
+
+    layers: default: those of `SHAPES`
+    """
     for name in names:
-        config, title = _config(name)
+        config, title = _config(name, layers)
         with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
             source, packed = Path(folder, "source"), Path(folder, "packed")
             make_checkpoint(config, source)

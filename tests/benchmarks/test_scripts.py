@@ -39,7 +39,7 @@ from benchmarks.quality import (
     sensitivity,
     tasks,
 )
-from benchmarks.speed import calibrated_cost, latents, offload_gpu, planned_token
+from benchmarks.speed import calibrated_cost, latents, offload_gpu, planned_token, prompts
 from benchmarks.speed import compress as speed_of_compress
 from benchmarks.speed import peers as speed_of_peers
 from benchmarks.speed import planned as speed_of_planned
@@ -359,6 +359,29 @@ def test_steps_over_latents(run: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     rows = run(latents, "--tokens", 20, 40, "--rounds", 1, "--steps", 2)["latents"]
     assert [row["tokens"] for row in rows] == [20, 40]
     assert min(row[way] for row in rows for way in latents.WAYS) > 0
+
+
+@pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
+def test_prompts_of_whole_models(
+    run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp is not here: its programs take a second, and two with one layer more."""
+    compress(str(model), tmp_path / "packed", load_recipe("rtn3"))
+    for name, does in {
+        "python": 'touch "$3"',
+        "llama-bench": r"""case "$2" in *-1.*) s=8;; *) s=4;; esac; echo "[{\"avg_ts\": $s}]" """,
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(
+        prompts, "packed_models", lambda names, layers: ((n, tmp_path / "packed") for n in names)
+    )
+    options = ("--llama", tmp_path, "--python", tmp_path / "python", "--prompt", 8, "--rounds", 1)
+    found = run(prompts, "--shapes", "mixtral", *options)["mixtral"]
+    assert found["seconds"]["llama.cpp"] == {"1 layers": 1, "2 layers": 2, "layer": 1, "whole": 32}
+    assert found["GMAC/s"].keys() == {"exact", "int8"}
+    mixtral = 2 * 3 * 4096 * 14336 + 2 * 4096 * (4096 + 1024)
+    assert prompts.macs("mixtral") == mixtral
 
 
 def test_speed_of_planned_recipes(
