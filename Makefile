@@ -1,5 +1,6 @@
 # make demo   installs, compresses the small model that ships with the project, prints what it cost, generates text
 # make test   installs, lints, type-checks, runs the tests
+# make test-long   runs the tests that take long, which `make test` leaves out
 # make sanitize   builds the native library with ASan and UBSan and fuzzes it
 # make old-triton   compiles GPU kernels with the oldest Triton that the package takes
 # make old-transformers   loads and saves models with the oldest transformers that the package takes
@@ -21,7 +22,7 @@ PROCESSES ?= 3
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test lint format install clean sanitize old-triton old-transformers emulate load ray fuzz kills starve architectures vllm vllm-all
+.PHONY: demo test test-long lint format install clean sanitize old-triton old-transformers emulate load ray fuzz kills starve architectures vllm vllm-all
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -44,12 +45,15 @@ lint: install
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
 
+test-long: install
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) -m long
+
 sanitize: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/sanitize.sh 100
 
 old-triton: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
-	PYTHONPATH=$(abspath build/triton-3.6) $(BIN)/python -m pytest tests/benchmarks/test_gpu_benchmark.py -k ahead_of_time
+	PYTHONPATH=$(abspath build/triton-3.6) $(BIN)/python -m pytest tests/benchmarks/test_gpu_benchmark.py -m "" -k ahead_of_time
 
 old-transformers: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/transformers-5.18 transformers==5.18.0
@@ -85,10 +89,10 @@ $(VLLM)/.installed: pyproject.toml $(wildcard csrc/*)
 	touch $@
 
 vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/integrations/test_vllm_engine.py -m "not long"
+	$(VLLM)/bin/python -m pytest tests/integrations/test_vllm_engine.py
 
 vllm-all: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/integrations/test_vllm_engine.py
+	$(VLLM)/bin/python -m pytest tests/integrations/test_vllm_engine.py -m ""
 
 emulate: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100

@@ -204,6 +204,7 @@ def test_the_cache_has_room_for_every_replay(fake_cuda: None, decoding: ModuleTy
             made.step()
 
 
+@pytest.mark.long
 def test_a_decoding_step_compiles_without_graph_breaks(
     decoding: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +244,7 @@ def test_the_compiled_step_stays_within_the_cache(
     assert [options["fullgraph"] for options in asked] == [True]
 
 
+@pytest.mark.long
 def test_parts_run_and_faults_cost_one_case(
     gpu_script: ModuleType,
     gpu_run: ModuleType,
@@ -500,6 +502,7 @@ def test_a_capture_that_fails_leaves_the_stream(monkeypatch: pytest.MonkeyPatch)
     assert streams[-1] == "ours"
 
 
+@pytest.mark.long
 def test_kernels_compile_ahead_of_time(tmp_path: Path) -> None:
     """Some of the variants that benchmarks/gpu/compile.py compiles, for GPUs that are not here; none may spill."""
     code = (
@@ -532,6 +535,7 @@ def run_compiler(code: str, cache: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_launches_find_what_was_compiled_ahead(tmp_path: Path) -> None:
     """The cache's key of an ahead-of-time compilation is that of the launch, or all that work would be done twice."""
     code = """
@@ -566,6 +570,7 @@ if __name__ == "__main__":
     assert run_compiler(code, tmp_path).splitlines()[-1] == "[True, True, True, True, False]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("arch", "tokens"), [("80", "3"), ("90", "40")])
 def test_compiled_kernels_agree_with_the_reference(arch: str, tokens: str, tmp_path: Path) -> None:
     """What Triton makes of them runs in an emulator: few rows, and as many as tensor cores of a newer kind take."""

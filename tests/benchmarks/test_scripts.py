@@ -156,6 +156,7 @@ def test_recipes_with_a_text_and_what_stands_upon_them(run: Any, model: Path, te
     }
 
 
+@pytest.mark.long
 def test_finetuned(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
     windows = ["--calibration", text, "--samples", 6, "--context", CONTEXT, "--work", tmp_path / "work"]
     orders = ["no", "block", "paper-block"]
@@ -206,6 +207,7 @@ def streamable(model: Path, text: Path, tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "packed", tmp_path / "trace.npz"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
 def test_offloading_to_a_gpu(
     run: Any, streamable: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -296,6 +298,7 @@ def test_what_is_found_is_kept(
         run(scales, model, *options, "--tokens", 3 * CONTEXT)
 
 
+@pytest.mark.long
 def test_peers(run: Any, model: Path, text: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours alone: the others' libraries are not here."""
     options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
@@ -384,6 +387,7 @@ def test_prompts_of_whole_models(
     assert prompts.macs("mixtral") == mixtral
 
 
+@pytest.mark.long
 def test_speed_of_planned_recipes(
     run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,6 +446,7 @@ def test_a_front_is_what_nobody_beats() -> None:
     assert [p.recipe for p in pareto.front(made)] == ["1", "0", "3"]
 
 
+@pytest.mark.long
 def test_speed_of_serving(run: Any, model: Path, tmp_path: Path) -> None:
     """On a copy: the script writes a tokenizer of its own."""
     copy = shutil.copytree(model, tmp_path / "copy")

@@ -36,6 +36,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return call
 
 
+@pytest.mark.long
 def test_speed(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(translate, "installed", lambda: False)  # has a test of its own
     options = ("--batches", 1, 3, "--beams", 1, 2, "--sentences", 3, "--rounds", 1, "--recipes", "int4")

@@ -87,7 +87,7 @@ main()
     ("command", "said"),
     [
         ("generate nowhere hello", "torch passive None"),
-        ("translate nowhere", "torch passive 10000"),
+        pytest.param("translate nowhere", "torch passive 10000", marks=pytest.mark.long),
         ("eval nowhere --translation a.en a.de", "torch passive 10000"),
     ],
 )

@@ -328,6 +328,7 @@ def test_without_lm_eval(data, monkeypatch):
         load_tasks(["piqa"], data=data)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no folder of shared data beside the checkout")
 def test_the_real_files():
     folder = SHARED / "models/tiny-mixtral-outliers"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from support.paths import ROOT
 from transformers import AutoTokenizer, SwitchTransformersForConditionalGeneration
@@ -25,6 +26,7 @@ TINY = {
 }
 
 
+@pytest.mark.long
 def test_a_toy_corpus_becomes_a_model(tmp_path: Path) -> None:
     chance, corpus = random.Random(0), tmp_path / "corpus"
     corpus.mkdir()

@@ -10,7 +10,7 @@ import pytest
 from fuzz import cases
 from fuzz.cases import ACTIONS, Fuzzer, prepare
 
-CASES = 300
+CASES = 100
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
     pytest.mark.filterwarnings("ignore:.*fork"),  # the threads beside which it forks are idle

@@ -247,6 +247,7 @@ def busy_workers() -> Iterator[int]:
                     yield worker
 
 
+@pytest.mark.long
 def test_a_run_of_which_a_worker_is_killed(mixtral: Path, tmp_path: Path) -> None:
     """A cluster on this machine; a worker that is killed with -9 in the middle of a task costs that task."""
     compress(str(mixtral), tmp_path / "here", MILO, options=Options(jobs=1, device="cpu"))

@@ -46,7 +46,11 @@ def foreign(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [["chat"], ["eval", "--text", __file__]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command",
+    [["chat"], pytest.param(["eval", "--text", __file__], marks=pytest.mark.long)],
+    ids=lambda c: c[0],
+)
 def test_a_pipe_does_not_answer_for_the_user(foreign: Path, command: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SRC), "HF_MODULES_CACHE": str(foreign / "modules")}
     done = subprocess.run(

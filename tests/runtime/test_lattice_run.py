@@ -245,7 +245,10 @@ def _dense_experts(module: PackedExperts) -> object:
     return forward
 
 
-@pytest.mark.parametrize("name", ["quip2-free", "quip3-free", "compensated", "fourier", "mixed"])
+@pytest.mark.parametrize(
+    "name",
+    ["quip2-free", "quip3-free", pytest.param("compensated", marks=pytest.mark.long), "fourier", "mixed"],
+)
 def test_a_model_runs_packed(mixtral: Path, tmp_path: Path, name: str) -> None:
     compress(str(mixtral), tmp_path / "packed", recipe(name), options=SERIAL)
     found, expected = logits(tmp_path / "packed", dense=False), logits(tmp_path / "packed", dense=True)

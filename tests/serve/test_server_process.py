@@ -77,6 +77,7 @@ def test_too_much_context(refused_here: Callable[..., str]) -> None:
     assert "made for 512" in refused_here(TINY, "--context", 1024)
 
 
+@pytest.mark.long
 def test_memory_holds_the_pages_of_all_texts(packed: Path) -> None:
     """One bound, twice; the least that works differs by the pages of 63 texts."""
     least = [

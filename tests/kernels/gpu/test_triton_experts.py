@@ -127,6 +127,7 @@ def test_compensators(kind: str) -> None:
     assert compare(make(2, rank=3, kind=kind), index, DOT) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.long
 def test_experts_that_differ_in_format_and_rank() -> None:
     """Four classes: bits, groups, kinds of compensators; gate and up unlike each other; ranks 0 to 40."""
     plain, wide, low, lower = make(1), make(1, "int4-g32-sym"), make(1, rank=40), make(1, rank=2)
@@ -150,7 +151,7 @@ def test_many_tokens_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare(make(3), index, replace(DOT, block_n=64)) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("most", [5, 32768])
+@pytest.mark.parametrize("most", [pytest.param(5, marks=pytest.mark.long), 32768])
 def test_a_call_in_several_has_the_bits_of_one(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Its memory is filled with NaN: nothing may come of slots that a part does not compute."""
     real = triton_experts.scratch
@@ -224,6 +225,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.trilobite.experts_gpu.default, _arguments())
 
 
+@pytest.mark.long
 def test_compile_without_graph_breaks() -> None:
     layer, index, share = gpu_layer(make(2)), torch.tensor([[0, 1]]), torch.rand(1, 2)
 

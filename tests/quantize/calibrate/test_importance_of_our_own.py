@@ -124,7 +124,11 @@ def by_feedback(importance: str = "auto") -> Budget:
     return Budget(bits=2.35, method="gptq", importance=importance)
 
 
-@pytest.mark.parametrize("wanted", [weighed("weights"), weighed("self"), by_feedback()], ids=str)
+@pytest.mark.parametrize(
+    "wanted",
+    [weighed("weights"), weighed("self"), pytest.param(by_feedback(), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_resumed_to_the_same_bytes(
     wanted: Recipe | Budget, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,9 @@ def relative_error(original: Any, packed: Any, path: str, pairs: list[Pair]) -> 
     return tuple(float(torch.cat([e.flatten() for e in part]).square().mean()) for part in (errors, added))
 
 
-@pytest.mark.parametrize("model_type", ["switch_transformers", "nllb-moe"])
+@pytest.mark.parametrize(
+    "model_type", ["switch_transformers", pytest.param("nllb-moe", marks=pytest.mark.long)]
+)
 def test_blocks_of_both_stacks_are_tuned_towards_the_original(
     model_type: str, ground: Calibration, tmp_path: Path
 ) -> None:
@@ -113,6 +115,7 @@ def divergence(original: Any, packed: Any, pairs: list[Pair]) -> float:
     return float(torch.cat(found).mean())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", ["switch_transformers", "nllb-moe"])
 def test_whole_models_are_tuned_towards_the_original(
     model_type: str, ground: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

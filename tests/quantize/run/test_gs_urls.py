@@ -112,6 +112,7 @@ def test_a_store_that_does_not_answer_in_time(
     assert digests(store.get(DST, tmp_path / "got")) == finished
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_elsewhere(
     store: GoogleStore, finished: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

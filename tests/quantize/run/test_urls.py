@@ -171,7 +171,7 @@ def interrupted(
 
 @pytest.mark.parametrize(
     ("method", "after", "elsewhere"),
-    [("write", 25, False), ("put", 0, False), ("put", 14, True)],
+    [("write", 25, False), ("put", 0, False), pytest.param("put", 14, True, marks=pytest.mark.long)],
 )
 def test_a_killed_run_goes_on(
     store: ObjectStore,
@@ -210,6 +210,7 @@ def test_a_run_that_ended_is_not_done_again(store: ObjectStore, scratch: Path) -
         pack(SRC, DST, scratch, OTHER)
 
 
+@pytest.mark.long
 def test_another_recipe_into_an_unfinished_run(
     store: ObjectStore, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +283,7 @@ def test_an_original_that_changes_meanwhile(
 
 @pytest.mark.parametrize(
     ("recipe", "settings"),
-    [("gptq3", {}), ("quip2", {"finetune": "block"})],
+    [("gptq3", {}), pytest.param("quip2", {"finetune": "block"}, marks=pytest.mark.long)],
 )
 def test_calibrated_runs(
     store: ObjectStore,

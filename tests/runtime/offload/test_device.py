@@ -160,8 +160,15 @@ def test_any_routing(layers: list[Any], data: st.DataObject) -> None:
 
 
 @pytest.mark.skipif(not available(), reason="Triton does not interpret here")
-@pytest.mark.parametrize("recipe", ["milo-s1", "quip3-free"])
-@pytest.mark.parametrize("ram", [None, 3])
+@pytest.mark.parametrize(
+    ("recipe", "ram"),
+    [
+        ("milo-s1", 3),
+        ("quip3-free", None),
+        pytest.param("milo-s1", None, marks=pytest.mark.long),
+        pytest.param("quip3-free", 3, marks=pytest.mark.long),
+    ],
+)
 def test_the_gpu_layout_in_slots(packed: Callable[..., Path], recipe: str, ram: int | None) -> None:
     """The bits of the same kernels on a layer that lies in one piece, for one token and for a prompt."""
     install()
