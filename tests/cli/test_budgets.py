@@ -18,6 +18,14 @@ def test_plan_says_why(run: Run, original: Path) -> None:
     assert chosen == {row["format"] for row in made["tensors"] if row["role"] in ("attention", "expert")}
 
 
+@pytest.mark.parametrize(("options", "told"), [((2.6,), True), ((2.6, "--lattice"), False), ((3.4,), False)])
+def test_few_bits_are_told_of_lattices(
+    run: Run, original: Path, options: tuple[object, ...], told: bool
+) -> None:
+    done = run("plan", original, "--importance", "none", "--bits", *options)
+    assert ("--lattice loses less" in done.out) is told
+
+
 def test_compress_to_a_size_with_what_was_measured(run: Run, original: Path, tmp_path: Path) -> None:
     assert run("sensitivity", original, "--tokens", 64, "-o", tmp_path / "s.json").status == 0
     assert len(json.loads((tmp_path / "s.json").read_text())["sensitivities"]) == 8

@@ -51,6 +51,8 @@ RanksOption = Annotated[
         metavar="RANKS",
     ),
 ]
+LATTICES_WIN = 3.1
+"""Bits below which plans with lattices lost less on all models that were measured (docs/results.md)."""
 LatticeOption = Annotated[
     bool,
     typer.Option(
@@ -151,8 +153,15 @@ def print_account(account: Mapping[str, Any]) -> None:
     )
     print(
         f"Predicted loss {number(account['loss'])} (KL divergence, as a rule of thumb); bytes that count "
-        f"{size(account['bytes'])}, possible {size(account['least'])} to {size(account['most'])}\n"
+        f"{size(account['bytes'])}, possible {size(account['least'])} to {size(account['most'])}"
     )
+    choices = account["choices"]
+    bits = 8 * sum(row["bytes"] for row in choices) / sum(row["weights"] for row in choices)
+    if bits < LATTICES_WIN and not account["budget"]["lattice"]:
+        print(
+            f"With fewer than {LATTICES_WIN} bits a weight --lattice loses less, and is slower to find and to run."
+        )
+    print()
 
 
 def _reserved(src: str, context: int | None) -> int:
