@@ -18,45 +18,79 @@ static uint64_t read_bytes(const uint8_t *p, int64_t bytes) {
   return out[0] + (uint64_t)out[63];
 }
 
+// As if values were read and changed here: what the compiler knows of them it would compute once, what nobody reads never.
+template <typename T> static inline void hide(T &values) { __asm__ volatile("" : "+m"(values)); }
+
+// Sums are read, but only here, so that they stay in registers.
+template <typename T, int N> static inline void read_sums(const T (&sums)[N]) {
+  T copy[N];
+  UNROLL for (int i = 0; i < N; i++) copy[i] = sums[i];
+  hide(copy);
+}
+
+constexpr int CHAINS = Isa::LANES == 16 ? 12 : 6;  // more registers than the latency of a product times its rate
+
 static int64_t spin_dots(int64_t rounds, int digits) {
-  constexpr int CHAINS = 8;  // more than the latency of a product times its rate
   uint8_t ones[64];
   memset(ones, 1, sizeof ones);
-  Isa::Bytes codes = Isa::load(ones);
+  hide(ones);
+  const Isa::Bytes codes = Isa::load(ones);
   int8_t x[4 * CHAINS];
   memset(x, 3, sizeof x);
   Isa::Ints a[CHAINS];
   UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
   for (int64_t r = 0; r < rounds; r += CHAINS) {
-    __asm__ volatile("" : "+m"(x));  // as if x changed, or the products would be computed once
+    hide(x);
     UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::dot<4>(a[i], codes, Isa::quad(x + 4 * i));
   }
-  float out[ROWS];
-  Isa::Floats f = Isa::to_float(a[0]);
-  UNROLL for (int i = 1; i < CHAINS; i++) f = Isa::fma(Isa::set1(1), Isa::to_float(a[i]), f);
-  Isa::store(out, f);
-  return rounds / CHAINS * CHAINS * 64 / digits + (out[0] == 0.5f);
+  read_sums(a);
+  return rounds / CHAINS * CHAINS * 64 / digits;
+}
+
+// The short sums of `multiply_short`. V: not every Isa has them.
+template <typename V = Isa> static int64_t spin_shorts(int64_t rounds, int digits) {
+  constexpr int FOLDED = 4;  // chains: these have temporaries beside their sums
+  uint8_t ones[64];
+  memset(ones, 1, sizeof ones);
+  hide(ones);
+  const Isa::Bytes codes = Isa::load(ones);
+  int8_t x[4 * FOLDED];
+  memset(x, 3, sizeof x);
+  Isa::Ints a[FOLDED];
+  UNROLL for (int i = 0; i < FOLDED; i++) a[i] = Isa::zero();
+  for (int64_t r = 0; r < rounds; r += FOLDED * BLOCK / 4) {
+    Isa::Bytes run[FOLDED];
+    UNROLL for (int i = 0; i < FOLDED; i++) run[i] = Isa::bytes(0);
+    for (int step = 0; step < BLOCK; step += 4) {
+      hide(x);
+      UNROLL for (int i = 0; i < FOLDED; i++) run[i] = V::add_shorts(run[i], V::short_dot(codes, Isa::quad(x + 4 * i)));
+    }
+    UNROLL for (int i = 0; i < FOLDED; i++) a[i] = V::dot_shorts(a[i], run[i], Isa::factor(1));
+  }
+  read_sums(a);
+  const int64_t steps = FOLDED * BLOCK / 4;
+  return (rounds + steps - 1) / steps * steps * 64 / digits;
 }
 
 template <Form FORM, typename V = Isa> static int64_t spin_parts(int64_t rounds) {
-  constexpr int CHAINS = 8;
-  float x[CHAINS];
+  float x[CHAINS], ones[ROWS];
   for (float &v : x) v = 1;
-  const Isa::Floats codes = Isa::set1(1);
+  for (float &v : ones) v = 1;
+  hide(ones);
+  const Isa::Floats codes = Isa::load(ones);
   Isa::Floats a[CHAINS];
   UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::set1(0);
   for (int64_t r = 0; r < rounds; r += CHAINS) {
-    __asm__ volatile("" : "+m"(x));
+    hide(x);
     UNROLL for (int i = 0; i < CHAINS; i++) a[i] = V::dot_part(a[i], codes, Isa::set1(x[i]));
   }
-  float out[ROWS];
-  UNROLL for (int i = 1; i < CHAINS; i++) a[0] = Isa::fma(Isa::set1(1), a[i], a[0]);
-  Isa::store(out, a[0]);
-  return rounds / CHAINS * CHAINS * 64 / lines(FORM) + (out[0] == 0.5f);
+  read_sums(a);
+  return rounds / CHAINS * CHAINS * 64 / lines(FORM);
 }
 
 [[maybe_unused]] static int64_t spin(int64_t rounds, int digits) {
   if constexpr (Isa::FORM != Form::BYTES)
     if (digits == TRILOBITE_EXACT) return spin_parts<Isa::FORM>(rounds);
+  if constexpr (Isa::SHORT_RUNS) return spin_shorts(rounds, digits);
   return spin_dots(rounds, digits);
 }
