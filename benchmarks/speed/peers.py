@@ -48,17 +48,21 @@ def ours(model: Any, mode: str, options: argparse.Namespace) -> dict[str, float]
     """Tokens a second."""
     configure(model, CpuSettings(mode))
     vocabulary = model.config.vocab_size
-    model(
-        torch.randint(vocabulary, (1, options.prompt)), use_cache=True, logits_to_keep=1
-    )  # maps all experts
+    read_prompt(model, options.prompt)  # maps all experts
     _steps(model, 1, None, WARM)
     found = {"tg": _steps(model, 1, None, options.tokens)}
     for texts in options.texts:
         cache = model(torch.randint(vocabulary, (texts, PROMPT)), use_cache=True).past_key_values
         found[f"tg {texts}"] = _steps(model, texts, cache, options.tokens)
+    return {**found, f"pp {options.prompt}": options.prompt / read_prompt(model, options.prompt)}
+
+
+def read_prompt(model: Any, tokens: int) -> float:
+    """Seconds for a prompt of random tokens."""
+    ids = torch.randint(model.config.vocab_size, (1, tokens))
     started = time.perf_counter()
-    model(torch.randint(vocabulary, (1, options.prompt)), use_cache=True, logits_to_keep=1)
-    return {**found, f"pp {options.prompt}": options.prompt / (time.perf_counter() - started)}
+    model(ids, use_cache=True, logits_to_keep=1)
+    return time.perf_counter() - started
 
 
 def _steps(model: Any, texts: int, cache: Any, tokens: int) -> float:
@@ -74,9 +78,7 @@ def _steps(model: Any, texts: int, cache: Any, tokens: int) -> float:
 
 def theirs(folder: Path, file: Path, options: argparse.Namespace, threads: int) -> dict[str, float]:
     """The same by llama.cpp's programs, which have warmed themselves up before."""
-    sizes = ["-p", options.prompt, "-n", options.tokens, "-r", 1, "-o", "json"]
-    made = json.loads(_printed(folder / "llama-bench", "-m", file, "-t", threads, *sizes))
-    speeds = {bool(row["n_gen"]): float(row["avg_ts"]) for row in made}
+    speeds = llama_bench(folder, file, threads, prompt=options.prompt, tokens=options.tokens)
     found = {"tg": speeds[True]}
     if options.texts:
         room = max(options.texts) * (PROMPT + options.tokens)
@@ -97,6 +99,13 @@ def theirs(folder: Path, file: Path, options: argparse.Namespace, threads: int) 
         rows = [json.loads(line) for line in lines if line.startswith("{")]
         found |= {f"tg {row['pl']}": float(row["speed_tg"]) for row in rows}
     return {**found, f"pp {options.prompt}": speeds[False]}
+
+
+def llama_bench(folder: Path, file: Path, threads: int, *, prompt: int, tokens: int) -> dict[bool, float]:
+    """Tokens a second that llama.cpp's program reads (False) and writes (True), of which one may be none."""
+    sizes = ["-p", prompt, "-n", tokens, "-r", 1, "-o", "json"]
+    made = json.loads(_printed(folder / "llama-bench", "-m", file, "-t", threads, *sizes))
+    return {bool(row["n_gen"]): float(row["avg_ts"]) for row in made}
 
 
 def _printed(*command: object) -> str:

@@ -11,13 +11,11 @@ The last line is JSON.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
 import subprocess
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
@@ -31,14 +29,13 @@ from benchmarks.lib import gguf
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import ROOT, add_machine, add_page, of_machine, parser, publish
 from benchmarks.lib.whole_models import SHAPES, packed_models
+from benchmarks.speed.peers import MODES, PEER, llama_bench, read_prompt
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.swap import configure
 
 MARKER = "speed-prompts"
-PEER = "llama.cpp"
-MODES = ("exact", "int8")
 DEPTHS = {"mixtral": (1, 2, 32), "deepseek": (2, 4, 28)}
 """Layers of the two models, and of the one they stand for."""
 HEADER = (
@@ -53,31 +50,12 @@ SHARES = tuple(f"{mode} of peak" for mode in MODES)
 def ours(model: Any, mode: str, prompt: int) -> float:
     """Seconds."""
     configure(model, CpuSettings(mode))
-    ids = torch.randint(model.config.vocab_size, (1, prompt))
-    started = time.perf_counter()
-    model(ids, use_cache=True, logits_to_keep=1)
-    return time.perf_counter() - started
+    return read_prompt(model, prompt)
 
 
-def theirs(bench: Path, file: Path, threads: int, prompt: int) -> float:
+def theirs(folder: Path, file: Path, threads: int, prompt: int) -> float:
     """Seconds, of a program that warms itself up."""
-    command = [
-        str(bench),
-        "-m",
-        str(file),
-        "-t",
-        str(threads),
-        "-p",
-        str(prompt),
-        "-n",
-        "0",
-        "-r",
-        "1",
-        "-o",
-        "json",
-    ]
-    made = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return prompt / float(made[0]["avg_ts"])
+    return prompt / llama_bench(folder, file, threads, prompt=prompt, tokens=0)[False]
 
 
 def measure(name: str, work: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -95,7 +73,7 @@ def measure(name: str, work: Path, args: argparse.Namespace) -> dict[str, dict[s
         subprocess.run(making, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
         for mode in MODES:
             programs[mode, layers] = partial(ours, model, mode, args.prompt)
-        programs[PEER, layers] = partial(theirs, args.llama / "llama-bench", file, threads, args.prompt)
+        programs[PEER, layers] = partial(theirs, args.llama, file, threads, args.prompt)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(args.rounds):
         for key, run in programs.items():

@@ -30,11 +30,15 @@ template <typename T, int N> static inline void read_sums(const T (&sums)[N]) {
 
 constexpr int CHAINS = Isa::LANES == 16 ? 12 : 6;  // more registers than the latency of a product times its rate
 
-static int64_t spin_dots(int64_t rounds, int digits) {
+static inline Isa::Bytes some_codes() {
   uint8_t ones[64];
   memset(ones, 1, sizeof ones);
   hide(ones);
-  const Isa::Bytes codes = Isa::load(ones);
+  return Isa::load(ones);
+}
+
+static int64_t spin_dots(int64_t rounds, int digits) {
+  const Isa::Bytes codes = some_codes();
   int8_t x[4 * CHAINS];
   memset(x, 3, sizeof x);
   Isa::Ints a[CHAINS];
@@ -50,10 +54,7 @@ static int64_t spin_dots(int64_t rounds, int digits) {
 // The short sums of `multiply_short`. V: not every Isa has them.
 template <typename V = Isa> static int64_t spin_shorts(int64_t rounds, int digits) {
   constexpr int FOLDED = 4;  // chains: these have temporaries beside their sums
-  uint8_t ones[64];
-  memset(ones, 1, sizeof ones);
-  hide(ones);
-  const Isa::Bytes codes = Isa::load(ones);
+  const Isa::Bytes codes = some_codes();
   int8_t x[4 * FOLDED];
   memset(x, 3, sizeof x);
   Isa::Ints a[FOLDED];

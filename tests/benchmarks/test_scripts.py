@@ -372,7 +372,7 @@ def test_prompts_of_whole_models(
     compress(str(model), tmp_path / "packed", load_recipe("rtn3"))
     for name, does in {
         "python": 'touch "$3"',
-        "llama-bench": r"""case "$2" in *-1.*) s=8;; *) s=4;; esac; echo "[{\"avg_ts\": $s}]" """,
+        "llama-bench": r"""case "$2" in *-1.*) s=8;; *) s=4;; esac; echo "[{\"avg_ts\": $s, \"n_gen\": 0}]" """,
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)

@@ -81,6 +81,13 @@ def test_only_where_torch_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mode is None
 
 
+def test_a_torch_without_onednn_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    with wide_products(torch.bfloat16, torch.device("cpu")) as mode:
+        assert isinstance(mode, WideProducts)
+
+
 def test_fp32_is_fast() -> None:
     with wide_products(torch.float32, torch.device("cpu")) as mode:
         assert mode is None

@@ -1,13 +1,13 @@
 """Budgets in the place of recipes: their options, and why each part of a model got what it got."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trilobite.cli.console import number, print_table, size
-from trilobite.recipe import parse_role
+from trilobite.recipe import CODEBOOKS, parse_role
 
 if TYPE_CHECKING:
     from trilobite.quantize.budget.goal import Budget
@@ -52,7 +52,7 @@ RanksOption = Annotated[
     ),
 ]
 LATTICES_WIN = 3.1
-"""Bits below which plans with lattices lost less on all models that were measured (docs/results.md)."""
+"""Bits below which plans with lattices lost less on three of four models (docs/results.md)."""
 LatticeOption = Annotated[
     bool,
     typer.Option(
@@ -155,13 +155,17 @@ def print_account(account: Mapping[str, Any]) -> None:
         f"Predicted loss {number(account['loss'])} (KL divergence, as a rule of thumb); bytes that count "
         f"{size(account['bytes'])}, possible {size(account['least'])} to {size(account['most'])}"
     )
-    choices = account["choices"]
-    bits = 8 * sum(row["bytes"] for row in choices) / sum(row["weights"] for row in choices)
-    if bits < LATTICES_WIN and not account["budget"]["lattice"]:
+    if not account["budget"]["lattice"] and _lattices_would_help(account["choices"]):
         print(
-            f"With fewer than {LATTICES_WIN} bits a weight --lattice loses less, and is slower to find and to run."
+            f"Below {LATTICES_WIN} bits a weight --lattice mostly loses less, and is slower to find and to run."
         )
     print()
+
+
+def _lattices_would_help(choices: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a plan is of few bits, and of integers alone."""
+    bits = 8 * sum(row["bytes"] for row in choices) / sum(row["weights"] for row in choices)
+    return bits < LATTICES_WIN and not any(row["format"].startswith(CODEBOOKS) for row in choices)
 
 
 def _reserved(src: str, context: int | None) -> int:

@@ -29,11 +29,15 @@ def wide_products(dtype: torch.dtype, device: torch.device) -> AbstractContextMa
 def _fast(dtype: torch.dtype) -> bool:
     """Whether torch hands products of this dtype to a library that has instructions for them."""
     asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return dtype not in asked or bool(getattr(torch.ops.mkldnn, asked[dtype])())
+    if dtype not in asked:
+        return True
+    # Without oneDNN, as on a Mac, torch has none of these questions either.
+    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return there and bool(getattr(torch.ops.mkldnn, asked[dtype])())
 
 
 class WideProducts(TorchDispatchMode):
-    """Takes products of CPU tensors of one dtype in fp32, of 16 bits, and rounds them to it."""
+    """Takes products of CPU tensors of one dtype of 16 bits in fp32, and rounds them to it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """dtype: whose products are taken."""

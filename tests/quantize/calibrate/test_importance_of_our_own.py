@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from trilobite.checkpoint.packed import PackedWriter, read_report
-from trilobite.checkpoint.roles import identify, read_matrix
+from trilobite.checkpoint.roles import Matrix, identify, read_matrix
 from trilobite.checkpoint.source import Source, open_source
 from trilobite.errors import RecipeError
 from trilobite.quantize.budget.goal import Budget
-from trilobite.quantize.calibrate import sampled
+from trilobite.quantize.calibrate import sampled, weights
 from trilobite.quantize.calibrate.model import BlockModel
 from trilobite.quantize.calibrate.sampled import sample_windows, sampled_calibration
 from trilobite.quantize.calibrate.windows import Calibration
@@ -117,6 +117,28 @@ def test_as_many_passes_as_tokens_write_what_one_by_one_is_written(
     assert torch.equal(found, expected)
     assert torch.equal(few[:, :5], expected[:, :5])
     assert len(set(map(tuple, found.tolist()))) == 3
+
+
+def test_a_loaded_block_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights would lie in memory twice."""
+    build_checkpoint("mixtral", tmp_path)
+    model = block_model(tmp_path)
+    reads: list[str] = []
+    read = weights._original
+
+    def original(source: Source, matrix: Matrix) -> tuple[str, Tensor]:
+        reads.append(matrix.name)
+        return read(source, matrix)
+
+    monkeypatch.setattr(weights, "_original", original)
+    model.load(model.blocks[0])
+    once = list(reads)
+    model.load(model.blocks[0])
+    assert once
+    assert reads == once
+    model.drop(model.blocks[0])
+    model.load(model.blocks[0])
+    assert reads == 2 * once
 
 
 def by_feedback(importance: str = "auto") -> Budget:

@@ -58,6 +58,7 @@ class BlockWeights:
         for matrix in {m.source: m for m in matrices}.values():
             self._files.setdefault(self._block_of(matrix.source), []).append(matrix)
         self._modules = dict(self.model.named_modules())
+        self._loaded: set[str] = set()
 
     def _block_of(self, name: str) -> str:
         """The block that a tensor on disk belongs to, or ""."""
@@ -96,7 +97,9 @@ class BlockWeights:
         return module
 
     def load(self, block: str) -> None:
-        """Bring a block's weights in; "" is everything outside of the blocks. Raises CheckpointError."""
+        """Bring a block's weights in, once; "" is everything outside of the blocks. Raises CheckpointError."""
+        if block in self._loaded:
+            return
         tensors = {}
         for matrix in self._files.get(block, []):
             name, tensor = _original(self.source, matrix)
@@ -120,9 +123,11 @@ class BlockWeights:
                 f"{self.source.path}: {bad[0] if bad else next(iter(report.conversion_errors))} is missing or has "
                 "another shape than its model; copy the checkpoint again"
             )
+        self._loaded.add(block)
 
     def drop(self, block: str) -> None:
         """Give a block's memory back."""
+        self._loaded.discard(block)
         for path, module in self._modules.items():
             index = self._block_index(path)
             if index == self._index.get(block):
