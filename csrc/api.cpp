@@ -123,6 +123,22 @@ int trilobite_quantize(const trilobite_quantize_args *args) {
   });
 }
 
+int trilobite_feed_back(const trilobite_feedback_args *args) {
+  return guarded([&] {
+    trilobite_feedback_args a = *args;
+    a.threads = threads_of(a.threads);
+    return feed_back(a);
+  });
+}
+
+int trilobite_descend(const trilobite_descent_args *args) {
+  return guarded([&] {
+    trilobite_descent_args a = *args;
+    a.threads = threads_of(a.threads);
+    return descend(a);
+  });
+}
+
 int trilobite_abi(void) { return TRILOBITE_ABI; }
 const char *trilobite_error(void) { return last_error(); }
 const char *trilobite_tier(void) { return tier().name; }

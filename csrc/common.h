@@ -154,6 +154,10 @@ struct Tier {
   // One tile: find the lines, round, pack (quantize.h); under super-scales a span of so many columns.
   void (*quantize_tile)(const struct QuantizeTile &t);
   void (*quantize_span)(const struct QuantizeTile &t, int span);
+  // GPTQ on so many rows, at most `lanes` (feedback.h).
+  int lanes;
+  void (*feed_back)(const struct FeedbackRows &f, int count);
+  void (*descend)(const struct DescentRows &r, int count);
 };
 
 // Codewords -> eight 4-bit codes, lane j in the low half of byte j, lane 4 + j in the high half (lattice_tables.cpp).

@@ -55,6 +55,8 @@ bool dense(const trilobite_dense_args &a);
 
 // False after leaving a message: shapes or bits that no format has.
 bool quantize(const trilobite_quantize_args &a);
+bool feed_back(const trilobite_feedback_args &a);
+bool descend(const trilobite_descent_args &a);
 
 // Seconds to read `bytes` bytes once; multiply-accumulates per second.
 double read_seconds(const void *data, int64_t bytes, int threads);

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "common.h"
+#include "feedback.h"
 #include "quantize.h"
 
 namespace trilobite {
@@ -26,12 +27,13 @@ constexpr auto rows_tier = rows_amx;
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
 #include "kernel/quantize_super.h"
+#include "kernel/feedback.h"
 #include "kernel/hadamard.h"
 }  // namespace
 
 extern const Tier tier_amx;
-const Tier tier_amx = {"amx",       sizeof(Panel) + 64, parts_amx,    quantize_block, quantize_columns,
-                       rows_amx,    low_rank_v,         low_rank_u,   activate,       attend,
-                       attend_join, dense_rows,         store_floats, map_elements,   sum_rows,
-                       read_bytes,  spin_tiles,         rotate,       quantize_tile,  quantize_span};
+const Tier tier_amx = {"amx",         sizeof(Panel) + 64, parts_amx,  quantize_block, quantize_columns, rows_amx,
+                       low_rank_v,    low_rank_u,         activate,   attend,         attend_join,      dense_rows,
+                       store_floats,  map_elements,       sum_rows,   read_bytes,     spin_tiles,       rotate,
+                       quantize_tile, quantize_span,      Isa::LANES, feed_back,      descend};
 }  // namespace trilobite

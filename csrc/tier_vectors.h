@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "common.h"
+#include "feedback.h"
 #include "quantize.h"
 
 namespace trilobite {
@@ -27,6 +28,7 @@ constexpr auto rows_tier = rows_vectors;
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
 #include "kernel/quantize_super.h"
+#include "kernel/feedback.h"
 #include "kernel/hadamard.h"
 }  // namespace
 
@@ -34,5 +36,6 @@ extern const Tier TRILOBITE_TIER;
 const Tier TRILOBITE_TIER = {TRILOBITE_TIER_NAME, 0,          parts_vectors, quantize_block, quantize_columns,
                              rows_vectors,        low_rank_v, low_rank_u,    activate,       attend,
                              attend_join,         dense_rows, store_floats,  map_elements,   sum_rows,
-                             read_bytes,          spin,       rotate,        quantize_tile,  quantize_span};
+                             read_bytes,          spin,       rotate,        quantize_tile,  quantize_span,
+                             Isa::LANES,          feed_back,  descend};
 }  // namespace trilobite

@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 14
+#define TRILOBITE_ABI 15
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -235,5 +235,33 @@ typedef struct {
 } trilobite_quantize_args;
 
 TRILOBITE_API int trilobite_quantize(const trilobite_quantize_args *args);
+
+// Round a block of columns, each error fed back to the block's columns behind it. A column is a row of `rows` elements,
+// one for each row of the matrix; all contiguous but for `upper`.
+typedef struct {
+  const float *w;         // [columns, rows], compensated for the errors of all blocks before
+  const float *upper;     // [columns, upper_ld]: of U, H^-1 = U^T U, the block's rows and columns
+  const float *cost;      // [columns] > 0: weights of a search for lines; NULL: lines are known
+  const float *units;     // [rows]: lines are found under these super-scales; or NULL
+  float *scale, *offset;  // [columns / group, rows]: lines as stored, or sub-scales and offset codes where `units` are
+  uint8_t *codes;         // [columns, rows]
+  float *errors;          // [columns, rows]: what of a column is lost, over U_jj
+  int64_t rows, columns, upper_ld, group, bits, symmetric, steps, threads;
+} trilobite_feedback_args;
+
+TRILOBITE_API int trilobite_feed_back(const trilobite_feedback_args *args);
+
+// Find a span's unit, every group's line and every code once more, each of least loss given all others. Layout as above.
+typedef struct {
+  float *codes;           // [columns, rows], whole numbers
+  float *scale, *offset;  // [columns / group, rows]: sub-scales and offset codes
+  float *units;           // [rows]
+  float *error;           // [columns, rows]: W - W_q, kept up to date
+  const float *slope;     // [columns, rows]: (error H)^T
+  const float *hessian;   // [columns, hessian_ld]: the span's rows and columns of H
+  int64_t rows, columns, hessian_ld, group, bits, threads;
+} trilobite_descent_args;
+
+TRILOBITE_API int trilobite_descend(const trilobite_descent_args *args);
 
 #endif

@@ -162,6 +162,17 @@ def super_grid(s: Tensor, o: Tensor, supers: Tensor, fmt: Format) -> Grid:
     return Grid(scale=scale, offset=offset, stored=stored, super=second)
 
 
+def read_grid(packed: Tensor, scale: Tensor | None, fmt: Format, shape: tuple[int, int]) -> Grid:
+    """The grid of a packed matrix. packed, scale: as for `decode`    shape: N, K."""
+    n, k = shape
+    meta = packed[..., code_bytes(fmt, k) :].contiguous()
+    step, base = read_metadata(meta, scale, fmt)
+    if fmt.super_scales:
+        assert scale is not None
+        meta = superscale.stored_parts(meta, scale)[0]
+    return Grid(scale=_rows(step, n), offset=_rows(base, n), stored=meta, super=scale)
+
+
 def check_scales(scale: Tensor, offset: Tensor | None, fmt: Format) -> None:
     """Raise WeightError when lines of a format, or the super-scales that reach them, do not fit fp16."""
     check_range(scale, offset)

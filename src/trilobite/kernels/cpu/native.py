@@ -136,7 +136,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 14
+ABI = 15
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 
@@ -151,6 +151,8 @@ CHECKED = (
     "step_check",
     "step",
     "quantize",
+    "feed_back",
+    "descend",
     "read_seconds",
     "peak_macs",
 )
@@ -174,6 +176,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "step_check": (c_int, [c_void_p, c_int64]),
         "step": (c_int, [c_void_p, c_int64, c_int64]),
         "quantize": (c_int, [c_void_p]),
+        "feed_back": (c_int, [c_void_p]),
+        "descend": (c_int, [c_void_p]),
         "error": (c_char_p, []),
         "tier": (c_char_p, []),
         "better_tier": (c_char_p, []),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trilobite.formats import affine, superscale
 from trilobite.formats.affine import Grid
+from trilobite.kernels.cpu import feedback
 from trilobite.recipe import Format
 
 PASSES = 2
@@ -36,14 +37,13 @@ def descend(w: Tensor, codes: Tensor, grid: Grid, fmt: Format, hessian: Tensor) 
     for i, start in enumerate(range(0, k, BLOCK)):
         here, groups = slice(start, start + BLOCK), slice(start // fmt.group, (start + BLOCK) // fmt.group)
         blocks.append(_Block(q[here], s[groups], o[groups], units[i], fmt))
-    error = w.T - torch.cat([block.decoded() for block in blocks])  # [K, N]
+    error = w.T.contiguous() - torch.cat([block.decoded() for block in blocks])  # [K, N]
+    natively = feedback.supports(w)
     for _ in range(PASSES):
         for i, block in enumerate(blocks):
             here = slice(i * BLOCK, (i + 1) * BLOCK)
-            before = block.decoded()
-            block.descend(hessian[here] @ error, hessian[here, here])
-            error[here] += before - block.decoded()
-    units = torch.stack([block.unit for block in blocks])
+            run = block.descend_natively if natively else block.descend
+            run(error[here], hessian[here] @ error, hessian[here, here])
     found = affine.super_grid(s.T.contiguous(), o.T.contiguous(), units.T.contiguous(), fmt)
     return q.T.to(torch.uint8).contiguous(), found
 
@@ -68,14 +68,28 @@ class _Block:
         base = superscale.UNITS[self.fmt.bits] * (self.o - superscale.MOST)
         return (by_group * self.s[:, None] + base[:, None]).view_as(self.codes)
 
-    def descend(self, slope: Tensor, hessian: Tensor) -> None:
-        """One pass. slope: (E H)^T [C, N], kept up to date    hessian: [C, C]."""
+    def descend_natively(self, error: Tensor, slope: Tensor, hessian: Tensor) -> None:
+        """As `descend`, by the native library."""
+        feedback.descend(
+            self.fmt,
+            codes=self.codes,
+            lines=(self.s, self.o),
+            units=self.unit,
+            error=error,
+            slope=slope,
+            hessian=hessian,
+        )
+
+    def descend(self, error: Tensor, slope: Tensor, hessian: Tensor) -> None:
+        """One pass. error: E^T [C, N], kept up to date, as slope, (E H)^T [C, N]    hessian: [C, C]."""
+        before = self.decoded()
         self._fit_unit(slope, hessian)
         for g in range(len(self.s)):
             here = slice(g * self.fmt.group, (g + 1) * self.fmt.group)
             by = self._fit_line(g, self.codes[here], slope[here], hessian[here, here])
             slope.addmm_(hessian[:, here], by, alpha=-1)
         self._fit_codes(slope, hessian)
+        error += before - self.decoded()
 
     def _fit_unit(self, slope: Tensor, hessian: Tensor) -> None:
         """The unit of least loss, codes and lines as they are; spans of zeros keep theirs."""
@@ -84,7 +98,7 @@ class _Block:
         best = superscale.rounded(self.unit + (counts * slope).sum(0) / square.clamp_min(1e-30))
         best = torch.where((square > 0) & (self.unit > 0) & (best > 0), best, self.unit)
         slope.addmm_(hessian, counts * (best - self.unit), alpha=-1)
-        self.unit = best
+        self.unit.copy_(best)
 
     def _fit_line(self, g: int, codes: Tensor, slope: Tensor, hessian: Tensor) -> Tensor:
         """The best pair of a sub-scale near a group's own and any offset code, its codes as they are.

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from trilobite.formats import affine, superscale
 from trilobite.formats.weight import PackedWeight, decode_factor, dequantize
-from trilobite.quantize.methods.bands import Tiles, bands, check_finite, find_scales, stored_grid
+from trilobite.kernels.cpu import feedback
+from trilobite.quantize.methods import search
+from trilobite.quantize.methods.bands import Tiles, bands, check_finite, find_scales, quantize_bands
 from trilobite.quantize.methods.compensator import fit_factor, quantize_factor
 from trilobite.quantize.methods.descent import descend
 from trilobite.quantize.methods.hessian import damped, given, inverse_factor, weighted_error
@@ -99,10 +101,10 @@ def gptq(
 def _order(hessian: Tensor, *, ordered: bool) -> _Order:
     k = len(hessian)
     if not ordered:
-        columns, upper = torch.arange(k, device=hessian.device), inverse_factor(hessian)
+        columns, upper = torch.arange(k, device=hessian.device), inverse_factor(hessian).contiguous()
     else:
         columns = hessian.diagonal().argsort(descending=True, stable=True)
-        upper = inverse_factor(hessian[columns][:, columns])
+        upper = inverse_factor(hessian[columns][:, columns]).contiguous()
     cost = torch.empty(k, dtype=torch.float32, device=hessian.device)
     cost[columns] = upper.diagonal().square().reciprocal()
     return _Order(columns=columns, upper=upper, cost=cost / cost.mean(), natural=not ordered)
@@ -130,21 +132,22 @@ def _rounded(w: Tensor, fmt: Format, order: _Order, hessian: Tensor) -> Tiles:
 
 def _grid(w: Tensor, fmt: Format, cost: Tensor) -> affine.Grid:
     """The grid of least cost for weights as they are, rounded to what is stored. w: [N, K] fp32    cost: [K] fp32."""
-    scales = find_scales(w, fmt, "search", weight=cost)
-    return stored_grid(w, scales, fmt, "search", weight=cost)
+    plain = quantize_bands(w, fmt, "search", weight=cost).weight
+    return affine.read_grid(plain.packed, plain.scale, fmt, plain.shape)
 
 
 class _Lines:
     """Scales and offsets of groups [K/G, N] fp32 while columns are visited.
 
     found: those of each group when it is reached, in the order of columns; else they are known beforehand
+    s, o, units: under super-scales, sub-scales and offset codes of groups [K/G, N] and units of spans [K/256, N]
     """
 
     def __init__(self, w: Tensor, fmt: Format, order: _Order, known: affine.Grid | None) -> None:
         n, k = w.shape
-        self._fmt, self._order, self._known = fmt, order, known
+        self.fmt, self.group, self._order, self._known = fmt, fmt.group_size(k), order, known
         self.found = order.natural and (known is None or fmt.super_scales)
-        shape = k // fmt.group_size(k), n
+        shape = k // self.group, n
         self.scale, self.offset = w.new_empty(shape), w.new_empty(shape)
         if known is not None:
             self.scale.copy_(known.scale.T)
@@ -152,28 +155,32 @@ class _Lines:
         if fmt.super_scales:
             assert known is not None
             assert known.super is not None
-            self._s, self._o, self._units = superscale.parts(known.stored, known.super, n)
+            parts = superscale.parts(known.stored, known.super, n)
+            self.s, self.o, self.units = (part.T.contiguous() for part in parts)
 
     def find(self, g: int, columns: Tensor) -> None:
         """That of a group as it is now. columns: [G, N] fp32."""
-        fmt, group = self._fmt, len(columns)
+        fmt, group = self.fmt, len(columns)
         cost = self._order.cost[g * group : (g + 1) * group]
+        w = columns.T.contiguous()
         if not fmt.super_scales:
-            grid = _grid(columns.T, fmt, cost)
+            grid = affine.make_grid(*find_scales(w, fmt, "search", weight=cost), fmt)
             self.scale[g], self.offset[g] = grid.scale[:, 0], grid.offset[:, 0]
             return
-        w, units = columns.T.contiguous(), self._units[:, g * group // superscale.SPAN]
+        units = self.units[g * group // superscale.SPAN]
         start = find_scales(w, fmt, "search", steps=STEPS, weight=cost)
-        self._s[:, g], self._o[:, g] = line_within(w, start, units, fmt, cost)
-        self.scale[g], self.offset[g] = superscale.line(self._s[:, g], self._o[:, g], units, fmt.bits)
+        self.s[g], self.o[g] = line_within(w, start, units, fmt, cost)
+        self.scale[g], self.offset[g] = superscale.line(self.s[g], self.o[g], units, fmt.bits)
 
     def grid(self) -> affine.Grid:
         """All of them as stored."""
-        fmt = self._fmt
+        fmt = self.fmt
         if self._known is not None and not self.found:
             return self._known
         if fmt.super_scales:
-            return affine.super_grid(self._s, self._o, self._units, fmt)
+            return affine.super_grid(
+                self.s.T.contiguous(), self.o.T.contiguous(), self.units.T.contiguous(), fmt
+            )
         offset = None if fmt.symmetric else self.offset.T.contiguous()
         return affine.make_grid(self.scale.T.contiguous(), offset, fmt)
 
@@ -183,29 +190,69 @@ def _round_columns(
 ) -> tuple[Tensor, affine.Grid]:
     """One band: its codes [N, K] uint8 and its grid. known: the grid, where it is found before the first column."""
     n, k = w.shape
-    group, top = fmt.group_size(k), 2**fmt.bits - 1
     work = w.T[order.columns].contiguous()  # [K, N]: a column is a contiguous row
     codes = torch.empty((k, n), dtype=torch.uint8, device=w.device)
     lines = _Lines(w, fmt, order, known)
-    columns = order.columns.tolist()
-    for start, stop in _lazy_blocks(k, group):
-        block = work[start:stop]
-        errors = torch.empty_like(block)
-        upper = order.upper[start:stop, start:stop]
-        pivots = upper.diagonal().tolist()
-        for i in range(stop - start):
-            column = columns[start + i]
-            g = column // group
-            if lines.found and column % group == 0:
-                lines.find(g, work[column : column + group])
-            scale, offset = lines.scale[g], lines.offset[g]
-            inverse = torch.where(scale != 0, 1 / scale, 0.0)
-            code = (block[i] - offset).mul_(inverse).round_().clamp_(0, top)
-            codes[column] = code.to(torch.uint8)
-            errors[i] = (block[i] - (code * scale).add_(offset)).div_(pivots[i])
-            block[i + 1 :].addr_(upper[i, i + 1 :], errors[i], alpha=-1)
+    round_block = _round_block_natively if feedback.supports(w) else _round_block
+    for start, stop in _lazy_blocks(k, lines.group):
+        errors = torch.empty_like(work[start:stop])
+        codes[order.columns[start:stop]] = round_block(work, start, stop, order, lines, errors)
         work[stop:].addmm_(order.upper[start:stop, stop:].T, errors, alpha=-1)
     return codes.T.contiguous(), lines.grid()
+
+
+def _round_block(work: Tensor, start: int, stop: int, order: _Order, lines: _Lines, errors: Tensor) -> Tensor:
+    """Codes [C, N] uint8 of the columns start to stop in the order of visits, each error fed back to those behind it.
+
+    work: [K, N] fp32, compensated for the errors of all columns before    errors: [C, N] fp32, receives this block's
+    """
+    block, top = work[start:stop], 2**lines.fmt.bits - 1
+    codes = torch.empty(block.shape, dtype=torch.uint8, device=work.device)
+    upper = order.upper[start:stop, start:stop]
+    pivots = upper.diagonal().tolist()
+    for i, column in enumerate(order.columns[start:stop].tolist()):
+        g, first = divmod(column, lines.group)
+        if lines.found and not first:
+            lines.find(g, work[column : column + lines.group])
+        scale, offset = lines.scale[g], lines.offset[g]
+        inverse = torch.where(scale != 0, 1 / scale, 0.0)
+        code = (block[i] - offset).mul_(inverse).round_().clamp_(0, top)
+        codes[i] = code.to(torch.uint8)
+        errors[i] = (block[i] - (code * scale).add_(offset)).div_(pivots[i])
+        block[i + 1 :].addr_(upper[i, i + 1 :], errors[i], alpha=-1)
+    return codes
+
+
+def _round_block_natively(
+    work: Tensor, start: int, stop: int, order: _Order, lines: _Lines, errors: Tensor
+) -> Tensor:
+    """The same by the native library; `work` keeps this block's columns as they were."""
+    block, fmt, group = work[start:stop], lines.fmt, lines.group
+    codes = torch.empty(block.shape, dtype=torch.uint8)
+    upper = order.upper[start:stop, start:stop]
+    if lines.found and group <= stop - start:
+        groups = slice(start // group, stop // group)
+        units = lines.units[start // superscale.SPAN] if fmt.super_scales else None
+        parts = (lines.s, lines.o) if fmt.super_scales else (lines.scale, lines.offset)
+        feedback.feed_back(
+            block,
+            upper,
+            fmt,
+            group,
+            lines=(parts[0][groups], parts[1][groups]),
+            codes=codes,
+            errors=errors,
+            cost=order.cost[start:stop],
+            units=units,
+            steps=STEPS if fmt.super_scales else search.STEPS,
+        )
+        return codes
+    if lines.found and start % group == 0:
+        lines.find(start // group, work[start : start + group])
+    of_column = order.columns[start:stop] // group
+    known = lines.scale[of_column], lines.offset[of_column]
+    feedback.feed_back(block, upper, fmt, 1, lines=known, codes=codes, errors=errors)
+    return codes
 
 
 def _lazy_blocks(k: int, group: int) -> Iterator[tuple[int, int]]:

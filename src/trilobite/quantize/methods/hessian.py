@@ -22,6 +22,8 @@ DAMPINGS = (1.0, 10.0, 100.0)
 """Factors on it that are tried in turn when H is not positive definite, each in fp32 and then in fp64."""
 BAND = 1 << 25
 """Weights whose error is measured at a time."""
+SMALL = 256
+"""Columns of H that are worked on at a time where its being triangular or symmetric saves products."""
 
 
 class HessianSum:
@@ -164,10 +166,8 @@ def inverse_factor(h: Tensor) -> Tensor:
             lower, info = torch.linalg.cholesky_ex(reversed_h)
             del reversed_h
             if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
-                identity = torch.eye(len(h), dtype=dtype, device=h.device)
-                inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-                del lower, identity
-                upper: Tensor = inverse.flip(0, 1).float()
+                _invert_lower(lower)
+                upper: Tensor = lower.flip(0, 1).float()
                 return upper
     raise CalibrationError(
         "the Hessian is not positive definite, even damped by its whole mean diagonal; calibrate with more text "
@@ -175,17 +175,42 @@ def inverse_factor(h: Tensor) -> Tensor:
     )
 
 
+def _invert_lower(lower: Tensor) -> None:
+    """Invert a lower triangular matrix in place, by halves: [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]].
+
+    lower: [K, K] fp32 or fp64    A third of the products of solving for an identity, and a fourth of the memory.
+    """
+    n = len(lower)
+    if n <= SMALL:
+        identity = torch.eye(n, dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
+        return
+    half = n // 2
+    a, b, c = lower[:half, :half], lower[half:, :half], lower[half:, half:]
+    by_a = torch.linalg.solve_triangular(a, b, upper=False, left=False)
+    b.copy_(torch.linalg.solve_triangular(c, by_a, upper=False).neg_())
+    _invert_lower(a)
+    _invert_lower(c)
+
+
 def weighted_error(e: Tensor, h: Tensor) -> float:
     """tr(E H E^T).
 
-    e: [N, K] fp32    h: [K, K] fp32, or its diagonal [K]
+    e: [N, K] fp32    h: [K, K] fp32, symmetric, or its diagonal [K]
     """
     n, k = e.shape
     step = max(1, BAND // k)
     total = 0.0
     for first in range(0, n, step):
         band = e[first : first + step]
-        total += float(torch.dot((band * h if h.dim() == 1 else band @ h).flatten(), band.flatten()))
+        if h.dim() == 1:
+            total += float(torch.dot((band * h).flatten(), band.flatten()))
+            continue
+        for start in range(0, k, SMALL):  # what lies beside the diagonal counts twice
+            stop = start + SMALL
+            along = band[:, start:stop] @ h[start:stop, start:]
+            along[:, SMALL:] *= 2
+            total += float(along.mul_(band[:, start:]).sum())
     return total
 
 
