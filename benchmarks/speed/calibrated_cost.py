@@ -12,7 +12,8 @@ apart: the factorisation of H (gptq), its rotation, factorisation and the scale 
 and the model the sum over its matrices (a case stands for those with its K; MiLo's for experts and dense ones). Peak
 memory is that of the process less what it held before, plus 12 bytes for each weight of the matrix that was left out.
 Passing the calibration text through the model and summing up Hessians come on top for calibrated methods: their
-operations, at the rate of a matrix product of this machine, on one core.
+operations, at the rate of a matrix product of this machine, on one core. `gptq super` is what `--bits 3.0 --method gptq`
+does: formats under super-scales, found once more by descent, and a text that the model writes itself.
 
 Seconds are those of the processor. `--cases` runs some cases only and `--results` keeps them, so that the machine has to
 be quiet for a minute at a time; the tables are made from all that the file holds. The last line is JSON.
@@ -23,7 +24,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_page, parser, publish
 from benchmarks.lib.synthetic import heavy_tailed
 from trilobite.formats.weight import dequantize
+from trilobite.quantize.calibrate.sampled import FOR_HESSIANS, LENGTH, PASSES
 from trilobite.quantize.methods import gptq as gptq_module
 from trilobite.quantize.methods import ldlq as ldlq_module
 from trilobite.quantize.methods.hessian import relative_loss
@@ -46,12 +48,13 @@ from trilobite.quantize.methods.registry import METHODS
 from trilobite.recipe import Format, LatticeFormat
 
 INT3, INT2 = Format(bits=3, group=64), Format(bits=2, group=64)
+SUPER = Format(bits=3, group=16, super_scales=True)
 E8P = LatticeFormat(codebook="e8p", bits=2)
 WIDE, DOWN = 4096, 14336
 MODEL = ((14336, WIDE, 32 * 8 * 2), (4096, DOWN, 32 * 8), (4096, WIDE, 32 * 2), (1024, WIDE, 32 * 2))
 """Mixtral-8x7B: (N, K, count) of gate and up, down, q and o, k and v."""
-TOKENS, ACTIVE, LAYERS, TOP = 128 * 2048, 12.9e9, 32, 2
-"""The default calibration, and Mixtral's parameters at work on a token."""
+ACTIVE, LAYERS, TOP = 12.9e9, 32, 2
+"""Mixtral's parameters at work on a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +77,13 @@ CASES = (
     Case(method="ldlq e8p-2", n=14336, k=WIDE, rows=1024),
     Case(method="gptq", n=4096, k=DOWN, rows=512),
     Case(method="ldlq e8p-2", n=4096, k=DOWN, rows=256),
+    Case(method="gptq super", n=14336, k=WIDE, rows=8192),
+    Case(method="gptq super", n=4096, k=DOWN, rows=512),
 )
-CALIBRATED = ("gptq", "ldlq e8p-2")
+TEXT = 128 * 2048, 2
+"""Tokens of the default calibration, and passes: collect, propagate."""
+CALIBRATED = {"gptq": TEXT, "ldlq e8p-2": TEXT, "gptq super": (FOR_HESSIANS * LENGTH, PASSES + 1)}
+"""By method: tokens that pass through the model, and how often."""
 
 
 # One case, in a process of its own
@@ -115,11 +123,11 @@ class Clock:
         return call
 
 
-def run_gptq(w: Tensor, h: Tensor) -> float:
+def run_gptq(w: Tensor, h: Tensor, fmt: Format) -> float:
     """GPTQ and the measuring of its loss; returns the seconds of what it does once."""
     clock = Clock()
     with clock.on(gptq_module, "inverse_factor"):
-        METHODS["gptq"](w, INT2, hessian=h)
+        METHODS["gptq"](w, fmt, hessian=h)
     return sum(clock.calls["inverse_factor"])
 
 
@@ -149,9 +157,9 @@ def measure(case: Case) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: making the inputs does not count
     once = 0.0
     started = time.process_time()
-    if case.method == "gptq":
+    if case.method in ("gptq", "gptq super"):
         assert h is not None
-        once = run_gptq(w, h)
+        once = run_gptq(w, h, INT2 if case.method == "gptq" else SUPER)
     elif case.method in CALIBRATED:
         assert h is not None
         once = run_ldlq(w, h)
@@ -202,13 +210,13 @@ def model_seconds(rows: Sequence[dict[str, Any]], method: str) -> float:
     return sum(count * matrix_seconds(stands_for(n, k), n, k) for n, k, count in MODEL)
 
 
-def pass_operations() -> dict[str, float]:
-    """Operations of the two passes through the model (collect, propagate), and of summing up its Hessians."""
+def pass_operations(tokens: int, passes: int) -> dict[str, float]:
+    """Operations of passes through the model, in one of which its Hessians are summed up."""
     hessians = 2 * (WIDE**2 * 2 + TOP * (WIDE**2 + DOWN**2))  # of q, k and v; of o; of gate and up; of down
     again = TOP * 2 * (2 * WIDE * DOWN)  # gate and up once more, for what enters down
     return {
-        "forward": TOKENS * (2 * 2 * ACTIVE + LAYERS * again),
-        "hessians": float(TOKENS * LAYERS * hessians),
+        "forward": tokens * (passes * 2 * ACTIVE + LAYERS * again),
+        "hessians": float(tokens * LAYERS * hessians),
     }
 
 
@@ -227,12 +235,11 @@ def markdown(rows: Sequence[dict[str, Any]], rate: float) -> str:
         for r in rows
     ]
     header = ("method", "matrix", "rows", "s once", "s measured", "s whole matrix", "peak GB")
-    operations = pass_operations()
-    passes = sum(operations.values()) / rate
+    operations = {method: pass_operations(tokens, passes) for method, (tokens, passes) in CALIBRATED.items()}
     totals = []
     for method in dict.fromkeys(r["method"] for r in rows):
         seconds = model_seconds(rows, method)
-        extra = passes if method in CALIBRATED else 0.0
+        extra = sum(operations.get(method, {}).values()) / rate
         totals.append(
             (
                 method,
@@ -247,10 +254,18 @@ def markdown(rows: Sequence[dict[str, Any]], rate: float) -> str:
         "",
         table(("method", "quantizing", "forward and Hessians", "total"), totals),
         "",
-        f"Passes of {TOKENS:,} tokens: {operations['forward']:.1e} operations forward, {operations['hessians']:.1e} for "
-        f"Hessians, at {rate / 1e9:.0f}·10⁹ a second of one core.",
+        *(_passes(method, operations[method]) for method in ("gptq", "gptq super")),
+        f"{rate / 1e9:.0f}·10⁹ operations a second of one core.",
     )
     return "\n".join(lines)
+
+
+def _passes(method: str, operations: Mapping[str, float]) -> str:
+    tokens, passes = CALIBRATED[method]
+    return (
+        f"`{method}`: {passes} passes of {tokens:,} tokens, {operations['forward']:.1e} operations forward, "
+        f"{operations['hessians']:.1e} for Hessians."
+    )
 
 
 def main() -> None:

@@ -160,8 +160,8 @@ def memory_of(line: PlanLine, source: Source) -> int:
     rotated = 12 * numel if isinstance(line.format, LatticeFormat) else 0
     widened = line.matrix.view.scale or line.matrix.view.transposed or source.rescaling
     converted = 4 * numel if widened else 0
-    # H and four copies to factor it; weights, codes, errors.
-    against = 20 * k * k + 12 * numel if line.calibrated and not line.importance else 0
+    # H and three copies to factor it; weights, codes, errors.
+    against = 16 * k * k + 12 * numel if line.calibrated and not line.importance else 0
     return mapped + low_rank + rotated + converted + against + line.nbytes + 32 * 2**20
 
 
