@@ -24,11 +24,12 @@ template <typename T> static inline void hide(T &values) { __asm__ volatile("" :
 // Sums are read, but only here, so that they stay in registers.
 template <typename T, int N> static inline void read_sums(const T (&sums)[N]) {
   T copy[N];
-  UNROLL for (int i = 0; i < N; i++) copy[i] = sums[i];
+  _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) copy[i] = sums[i];
   hide(copy);
 }
 
 constexpr int CHAINS = Isa::LANES == 16 ? 12 : 6;  // more registers than the latency of a product times its rate
+constexpr int LINES = Isa::LANES == 16 ? 3 : 1;  // of codes, where there are registers: each x is loaded for all of them
 
 static inline Isa::Bytes some_codes() {
   uint8_t ones[64];
@@ -38,14 +39,16 @@ static inline Isa::Bytes some_codes() {
 }
 
 static int64_t spin_dots(int64_t rounds, int digits) {
-  const Isa::Bytes codes = some_codes();
-  int8_t x[4 * CHAINS];
+  Isa::Bytes codes[LINES];
+  for (Isa::Bytes &line : codes) line = some_codes();
+  int8_t x[4 * CHAINS / LINES];
   memset(x, 3, sizeof x);
   Isa::Ints a[CHAINS];
-  UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
+  _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
   for (int64_t r = 0; r < rounds; r += CHAINS) {
     hide(x);
-    UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::dot<4>(a[i], codes, Isa::quad(x + 4 * i));
+    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] =
+        Isa::dot<4>(a[i], codes[i % LINES], Isa::quad(x + i / LINES * 4));
   }
   read_sums(a);
   return rounds / CHAINS * CHAINS * 64 / digits;
@@ -74,16 +77,20 @@ template <typename V = Isa> static int64_t spin_shorts(int64_t rounds, int digit
 }
 
 template <Form FORM, typename V = Isa> static int64_t spin_parts(int64_t rounds) {
-  float x[CHAINS], ones[ROWS];
+  float x[CHAINS / LINES], ones[ROWS];
   for (float &v : x) v = 1;
   for (float &v : ones) v = 1;
-  hide(ones);
-  const Isa::Floats codes = Isa::load(ones);
+  Isa::Floats codes[LINES];
+  for (Isa::Floats &line : codes) {
+    hide(ones);
+    line = Isa::load(ones);
+  }
   Isa::Floats a[CHAINS];
-  UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::set1(0);
+  _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = Isa::set1(0);
   for (int64_t r = 0; r < rounds; r += CHAINS) {
     hide(x);
-    UNROLL for (int i = 0; i < CHAINS; i++) a[i] = V::dot_part(a[i], codes, Isa::set1(x[i]));
+    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] =
+        V::dot_part(a[i], codes[i % LINES], Isa::set1(x[i / LINES]));
   }
   read_sums(a);
   return rounds / CHAINS * CHAINS * 64 / lines(FORM);

@@ -10,7 +10,7 @@ from support.commands import Run
 def test_plan_says_why(run: Run, original: Path) -> None:
     done = run("plan", original, "--bits", 3.4, "--importance", "none")
     assert done.status == 0, done.err
-    for expected in ("gate, up", "next better", "Predicted loss", "recipe bits-3.4"):
+    for expected in ("gate, up", "next better", "Predicted loss", "recipe bits-3.4", "--method gptq feeds"):
         assert expected in done.out
     made = run("plan", original, "--bits", 3.4, "--importance", "none", "--json").json
     assert made["recipe"]["name"] == made["planner"]["budget"]["goal"] == "bits-3.4"

@@ -16,6 +16,7 @@ from trilobite.quantize.methods.gptq import LAZY
 from trilobite.quantize.methods.hessian import (
     DAMPING,
     ENOUGH,
+    SMALL,
     damped,
     inverse_factor,
     own_part,
@@ -265,12 +266,24 @@ def test_the_low_rank_is_the_best_in_the_norm_of_h() -> None:
     assert weighted_error(left, h) < 1e-3 * weighted_error(e, h)
 
 
-def test_inverse_factor() -> None:
-    h = hessian(65)
+@pytest.mark.parametrize("k", [65, 2 * SMALL + 35])
+def test_inverse_factor(k: int) -> None:
+    h = hessian(k)
     upper = inverse_factor(h).double()
-    damped = h.double() + DAMPING * float(h.diagonal().double().mean()) * torch.eye(65)
+    damped = h.double() + DAMPING * float(h.diagonal().double().mean()) * torch.eye(k)
     assert torch.equal(upper, upper.triu())
-    assert torch.allclose(upper.T @ upper @ damped, torch.eye(65, dtype=torch.float64), atol=1e-3)
+    assert torch.allclose(upper.T @ upper @ damped, torch.eye(k, dtype=torch.float64), atol=1e-3)
+
+
+@pytest.mark.parametrize("k", [96, SMALL, 2 * SMALL + 32])
+def test_weighted_error(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hessian_module, "BAND", 7 * k)
+    e, h = weights(20, k), hessian(k)
+    wanted = float((e.double() @ h.double() * e.double()).sum())
+    assert weighted_error(e, h) == pytest.approx(wanted, rel=1e-5)
+    assert weighted_error(e, h.diagonal()) == pytest.approx(
+        float((e.double().square() * h.diagonal().double()).sum()), rel=1e-5
+    )
 
 
 def test_dead_columns_round_to_nearest() -> None:
