@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
 BELOW_INTEGRATIONS = {*ALLOWED, "__init__"}
 """`integrations` may import everything below the command line; the members of TOP anything."""
 TOP = {"cli", "__main__", "doctor", "__init__"}
-NATIVE = ("trilobite.kernels.cpu.quantize", "trilobite.kernels.cpu.native")
+NATIVE = tuple(f"trilobite.kernels.cpu.{m}" for m in ("quantize", "feedback", "native"))
 
 
 def part_of(path: Path) -> str:
@@ -191,7 +191,7 @@ def test_no_circles() -> None:
 
 
 def test_backends_are_imported_by_the_operators_only() -> None:
-    """Others ask kernels/ops.py; quantizers have a native module of their own; measure and doctor look inside."""
+    """Others ask kernels/ops.py; quantizers have native modules of their own; measure and doctor look inside."""
     for path in FILES:
         name = str(path.relative_to(PACKAGE))
         found = {m for m in imports(ast.parse(path.read_text())) if m.startswith(BACKENDS)}

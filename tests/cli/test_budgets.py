@@ -6,6 +6,12 @@ from pathlib import Path
 import pytest
 from support.commands import Run
 
+from trilobite.checkpoint.packed import read_report
+from trilobite.checkpoint.source import open_source
+from trilobite.errors import ArchitectureError
+from trilobite.quantize.calibrate import model, sampled
+from trilobite.quantize.run import planned
+
 
 def test_plan_says_why(run: Run, original: Path) -> None:
     done = run("plan", original, "--bits", 3.4, "--importance", "none")
@@ -33,10 +39,44 @@ def test_compress_to_a_size_with_what_was_measured(run: Run, original: Path, tmp
     assert run("sensitivity", original, "--tokens", 64, "-o", tmp_path / "s.json").status == 0
     assert len(json.loads((tmp_path / "s.json").read_text())["sensitivities"]) == 8
     wide = run("compress", original, tmp_path / "wide", "-r", "int8", "--json").json["bytes_on_disk"]
-    done = run("compress", original, tmp_path / "out", "--size", wide, "--sensitivity", tmp_path / "s.json")
+    options = "--size", wide, "--sensitivity", tmp_path / "s.json", "--method", "search"
+    done = run("compress", original, tmp_path / "out", *options)
     assert done.status == 0, done.err
     assert "What the planner chose" in done.out
     assert sum(p.stat().st_size for p in (tmp_path / "out").iterdir()) <= wide
+
+
+def test_small_models_have_errors_fed_back(
+    run: Run, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is said; larger ones have not, nor where a method, an importance or compensators are asked for."""
+    monkeypatch.setattr(sampled, "FOR_HESSIANS", 4)
+    monkeypatch.setattr(sampled, "LENGTH", 24)
+    done = run("compress", original, tmp_path / "out", "--bits", 3.4)
+    assert done.status == 0, done.err
+    assert "small enough to have errors fed back" in done.err
+    assert {row["method"] for row in read_report(tmp_path / "out")["tensors"] if "proxy" in row} == {"gptq"}
+    again = run("compress", original, tmp_path / "out", "--bits", 3.4)
+    assert "already complete" in again.err
+    for options in (("--method", "search"), ("--importance", "none"), ("--ranks", "2")):
+        found = run("plan", original, "--bits", 3.4, *options, "--json")
+        assert found.json["planner"]["budget"]["method"] == "search"
+        assert found.err == ""
+    monkeypatch.setattr(planned, "AFFORDABLE", 1000)
+    assert run("plan", original, "--bits", 3.4, "--json").json["planner"]["budget"]["method"] == "search"
+
+
+def test_what_cannot_be_run_block_by_block_is_searched(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(str(original))
+    assert planned.usual_method(source) == "gptq"
+
+    def no_stack(*_: object) -> None:
+        raise ArchitectureError("is not a stack of decoder blocks")
+
+    monkeypatch.setattr(model.BlockModel, "__init__", no_stack)
+    assert planned.usual_method(source) == "search"
 
 
 def test_fit_leaves_room_for_the_context(run: Run, original: Path) -> None:

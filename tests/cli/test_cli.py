@@ -744,7 +744,11 @@ def test_compress_with_kept_hessians(run: Run, original: Path, prose: Path, tmp_
         (["-r", "gptq3", "--hessians", "no/such"], 1, "holds no manifest.json"),
         (["-r", "gptq3", "--hessians", "H", "--seed", "4"], 2, "--seed goes with --calibration"),
         (["-r", "gptq3", "--save-hessians", "H"], 1, "needs a text"),
-        (["--bits", "3.4", "--save-hessians", "H"], 1, "there are none to keep; add --method gptq"),
+        (
+            ["--bits", "3.4", "--method", "search", "--save-hessians", "H"],
+            1,
+            "there are none to keep; add --method gptq",
+        ),
         (
             ["--bits", "2.5", "--lattice", "--method", "gptq", "--save-hessians", "H", "--finetune", "block"],
             1,

@@ -1,12 +1,13 @@
 """Budgets in the place of recipes: their options, and why each part of a model got what it got."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trilobite.cli.console import number, print_table, size
+from trilobite.cli.console import note, number, print_table, quiet, size
 from trilobite.recipe import CODEBOOKS, parse_role
 
 if TYPE_CHECKING:
@@ -128,6 +129,29 @@ def chosen_budget(
         method=method or "search",
         sensitivities={} if sensitivity is None else read_sensitivities(sensitivity),
     )
+
+
+def with_usual_method(
+    budget: "Budget", method: str | None, src: str, revision: str | None, *, keep_unmatched: bool
+) -> "Budget":
+    """The budget with the method that a model usually has, where nothing else says what; and a line where it takes time.
+
+    method: as it was given
+    """
+    if method is not None or budget.importance != "auto" or budget.ranks:
+        return budget
+    with quiet():
+        from trilobite.checkpoint.source import open_source
+        from trilobite.quantize.run.planned import usual_method
+
+        source = open_source(src, revision=revision, remote=True)
+        method = usual_method(source, keep_unmatched=keep_unmatched)
+    if method == "gptq":
+        note(
+            f"{src} is small enough to have errors fed back (--method gptq): text passes through the original first; "
+            "--method search makes no pass and loses more"
+        )
+    return replace(budget, method=method)
 
 
 def print_account(account: Mapping[str, Any]) -> None:

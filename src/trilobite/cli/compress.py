@@ -16,6 +16,7 @@ from trilobite.cli.budget import (
     SizeOption,
     chosen_budget,
     print_account,
+    with_usual_method,
 )
 from trilobite.cli.cluster import (
     NodesOption,
@@ -217,6 +218,8 @@ def compress(
         raise typer.BadParameter("goes with a DST that is a URL", param_hint="--scratch")
     if revision is not None or not is_url(src):  # downloaded before our bars come: it has bars of its own
         src = str(open_source(src, revision=revision, remote=True).path)
+    if budget:
+        chosen = budget = with_usual_method(budget, method, src, revision, keep_unmatched=keep_unmatched)
     with quiet() if ground or budget or chosen.importance != "none" else nullcontext(), Progress() as bars:
         progress = CompressProgress(bars, RUNTIMES[runtime] if runtime else None)
         tell_state(progress.state)

@@ -59,7 +59,7 @@ MethodOption = Annotated[
     typer.Option(
         "--method",
         help="How codes are found: rtn, search, hqq, hqq-paper, gptq, gptq-order or ldlq; with --bits, --size, --fit "
-        "search or gptq.",
+        "search or gptq (the default up to a billion weights).",
         metavar="METHOD",
     ),
 ]

@@ -1,16 +1,20 @@
 """From a budget to a recipe: what compress and plan do first where no recipe is named."""
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trilobite.checkpoint.journal import IDENTITY, PARTIAL
 from trilobite.checkpoint.packed import REPORT
 from trilobite.checkpoint.roles import Matrix, identify, text_config
 from trilobite.checkpoint.source import Source
+from trilobite.errors import ArchitectureError
 from trilobite.quantize.budget.candidates import Question, ask
 from trilobite.quantize.budget.choose import choose, measure_errors
 from trilobite.quantize.budget.goal import Budget
@@ -19,7 +23,29 @@ from trilobite.quantize.columns.choose import with_column_scales
 from trilobite.quantize.columns.streams import find_streams
 from trilobite.quantize.run.calibrated import Ground, open_calibration
 from trilobite.quantize.run.options import Options
-from trilobite.recipe import CALIBRATED_METHODS, Recipe, Rule, recipe_from_dict
+from trilobite.recipe import BODY_ROLES, CALIBRATED_METHODS, Recipe, Rule, recipe_from_dict
+
+AFFORDABLE = 10**9
+"""Weights of attention, MLPs and experts up to which the passes that GPTQ needs take minutes on two cores."""
+
+
+def usual_method(source: Source, *, keep_unmatched: bool = False) -> str:
+    """How codes are found where nobody says: by feeding errors back where its passes are affordable, else by search.
+
+    Raises ArchitectureError for tensors that nobody knows, as `identify` does.
+    """
+    # Brings transformers along, which `trilobite --help` need not wait for.
+    from trilobite.quantize.calibrate.model import BlockModel
+
+    matrices = identify(source, keep_unmatched=keep_unmatched)
+    weights = sum(math.prod(m.shape) for m in matrices if m.role in BODY_ROLES)
+    if weights > AFFORDABLE or text_config(source).get("is_encoder_decoder"):
+        return "search"
+    try:
+        BlockModel(source, matrices, torch.device("cpu"))
+    except ArchitectureError:  # it cannot be run block by block
+        return "search"
+    return "gptq"
 
 
 @dataclass(frozen=True, kw_only=True)
