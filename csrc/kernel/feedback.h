@@ -79,9 +79,19 @@ static inline void subtract_product(const float *h, int64_t ld, int rows, int n,
 
 struct Descent {
   const trilobite_descent_args &d;
-  int columns, groups, group, count;
+  int columns, groups, group;
   Lanes *codes, *slope, *before, *work;  // of every column
   Lanes scale[MOST_GROUPS], offset[MOST_GROUPS], unit;
+
+  Descent(const trilobite_descent_args &args, void *scratch)
+      : d(args),
+        columns((int)args.columns),
+        groups((int)(args.columns / args.group)),
+        group((int)args.group),
+        codes((Lanes *)scratch),
+        slope(codes + columns),
+        before(slope + columns),
+        work(before + columns) {}
 
   const float *hessian(int i, int j) const { return d.hessian + i * d.hessian_ld + j; }
   float offset_step() const { return (float)offset_unit(SUPER + (int)d.bits); }
@@ -159,40 +169,27 @@ struct Descent {
 
 static void descend(const DescentRows &r, int count) {
   const trilobite_descent_args &d = r.span;
-  const int columns = (int)d.columns, group = (int)d.group;
-  Lanes *scratch = (Lanes *)r.scratch;
-  Descent all_of{d,
-                 columns,
-                 columns / group,
-                 group,
-                 count,
-                 scratch,
-                 scratch + columns,
-                 scratch + 2 * columns,
-                 scratch + 3 * columns,
-                 {},
-                 {},
-                 {}};
-  for (int i = 0; i < columns; i++) {
-    all_of.codes[i] = load_lanes(d.codes + i * d.rows, count);
-    all_of.slope[i] = load_lanes(d.slope + i * d.rows, count);
+  Descent now(d, r.scratch);
+  for (int i = 0; i < now.columns; i++) {
+    now.codes[i] = load_lanes(d.codes + i * d.rows, count);
+    now.slope[i] = load_lanes(d.slope + i * d.rows, count);
   }
-  for (int g = 0; g < all_of.groups; g++) {
-    all_of.scale[g] = load_lanes(d.scale + g * d.rows, count);
-    all_of.offset[g] = load_lanes(d.offset + g * d.rows, count);
+  for (int g = 0; g < now.groups; g++) {
+    now.scale[g] = load_lanes(d.scale + g * d.rows, count);
+    now.offset[g] = load_lanes(d.offset + g * d.rows, count);
   }
-  all_of.unit = load_lanes(d.units, count);
-  all_of.fit_unit();
-  for (int g = 0; g < all_of.groups; g++) all_of.fit_line(g);
-  all_of.fit_codes();
-  for (int i = 0; i < columns; i++) {
+  now.unit = load_lanes(d.units, count);
+  now.fit_unit();
+  for (int g = 0; g < now.groups; g++) now.fit_line(g);
+  now.fit_codes();
+  for (int i = 0; i < now.columns; i++) {
     const Lanes error = load_lanes(d.error + i * d.rows, count);
-    store_lanes(error + (all_of.before[i] - all_of.counts(i) * all_of.unit), d.error + i * d.rows, count);
-    store_lanes(all_of.codes[i], d.codes + i * d.rows, count);
+    store_lanes(error + (now.before[i] - now.counts(i) * now.unit), d.error + i * d.rows, count);
+    store_lanes(now.codes[i], d.codes + i * d.rows, count);
   }
-  for (int g = 0; g < all_of.groups; g++) {
-    store_lanes(all_of.scale[g], d.scale + g * d.rows, count);
-    store_lanes(all_of.offset[g], d.offset + g * d.rows, count);
+  for (int g = 0; g < now.groups; g++) {
+    store_lanes(now.scale[g], d.scale + g * d.rows, count);
+    store_lanes(now.offset[g], d.offset + g * d.rows, count);
   }
-  store_lanes(all_of.unit, d.units, count);
+  store_lanes(now.unit, d.units, count);
 }

@@ -96,7 +96,7 @@ class _Block:
         counts = self._counts()
         square = ((hessian @ counts) * counts).sum(0)
         best = superscale.rounded(self.unit + (counts * slope).sum(0) / square.clamp_min(1e-30))
-        best = torch.where((square > 0) & (self.unit > 0) & (best > 0), best, self.unit)
+        best = torch.where((square > 0) & (self.unit > 0) & (best > 0) & (best < torch.inf), best, self.unit)
         slope.addmm_(hessian, counts * (best - self.unit), alpha=-1)
         self.unit.copy_(best)
 
