@@ -154,10 +154,10 @@ struct Tier {
   // One tile: find the lines, round, pack (quantize.h); under super-scales a span of so many columns.
   void (*quantize_tile)(const struct QuantizeTile &t);
   void (*quantize_span)(const struct QuantizeTile &t, int span);
-  // GPTQ on so many rows, at most `lanes` (feedback.h).
+  // GPTQ on `count` rows, at most `lanes`, which all pointers begin at; scratch: 64 and 256 bytes a column, aligned to 64.
   int lanes;
-  void (*feed_back)(const struct FeedbackRows &f, int count);
-  void (*descend)(const struct DescentRows &r, int count);
+  void (*feed_back)(const trilobite_feedback_args &block, int count, void *scratch);
+  void (*descend)(const trilobite_descent_args &span, int count, void *scratch);
 };
 
 // Codewords -> eight 4-bit codes, lane j in the low half of byte j, lane 4 + j in the high half (lattice_tables.cpp).

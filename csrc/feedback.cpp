@@ -1,6 +1,4 @@
 // GPTQ's loops over rows, which are independent of each other (the loops of trilobite/quantize/methods/gptq.py).
-#include "feedback.h"
-
 #include "dispatch.h"
 #include "engine.h"
 #include "matrix.h"
@@ -31,14 +29,10 @@ bool feed_back(const trilobite_feedback_args &a) {
                 (long long)a.columns);
   if (a.units && (a.bits == 8 || a.symmetric || !a.cost)) return fail("feed back: not a format under super-scales");
   share_rows(a.rows, a.threads, a.columns * 64, [&](int64_t first, int count, void *scratch) {
-    FeedbackRows rows{a, scratch};
-    rows.block.w += first;
-    if (a.units) rows.block.units += first;
-    rows.block.scale += first;
-    rows.block.offset += first;
-    rows.block.codes += first;
-    rows.block.errors += first;
-    tier().feed_back(rows, count);
+    trilobite_feedback_args rows = a;
+    if (a.units) rows.units += first;
+    rows.w += first, rows.scale += first, rows.offset += first, rows.codes += first, rows.errors += first;
+    tier().feed_back(rows, count, scratch);
   });
   return true;
 }
@@ -48,14 +42,10 @@ bool descend(const trilobite_descent_args &a) {
     return fail("descend: %lld bits, group %lld of %lld columns under super-scales", (long long)a.bits,
                 (long long)a.group, (long long)a.columns);
   share_rows(a.rows, a.threads, 4 * a.columns * 64, [&](int64_t first, int count, void *scratch) {
-    DescentRows rows{a, scratch};
-    rows.span.codes += first;
-    rows.span.scale += first;
-    rows.span.offset += first;
-    rows.span.units += first;
-    rows.span.error += first;
-    rows.span.slope += first;
-    tier().descend(rows, count);
+    trilobite_descent_args rows = a;
+    rows.codes += first, rows.scale += first, rows.offset += first, rows.units += first;
+    rows.error += first, rows.slope += first;
+    tier().descend(rows, count, scratch);
   });
   return true;
 }

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "common.h"
-#include "feedback.h"
 #include "quantize.h"
 
 namespace trilobite {

@@ -46,10 +46,9 @@ static QuantizeLine stored_line(const trilobite_feedback_args &b, const Lanes *w
   return {stored, zero};
 }
 
-static void feed_back(const FeedbackRows &f, int count) {
-  const trilobite_feedback_args &b = f.block;
+static void feed_back(const trilobite_feedback_args &b, int count, void *scratch) {
   const int columns = (int)b.columns;
-  Lanes *w = (Lanes *)f.scratch;
+  Lanes *w = (Lanes *)scratch;
   for (int i = 0; i < columns; i++) w[i] = load_lanes(b.w + i * b.rows, count);
   const Lanes top = all((float)((1 << b.bits) - 1));
   QuantizeLine line{};
@@ -167,9 +166,8 @@ struct Descent {
   }
 };
 
-static void descend(const DescentRows &r, int count) {
-  const trilobite_descent_args &d = r.span;
-  Descent now(d, r.scratch);
+static void descend(const trilobite_descent_args &d, int count, void *scratch) {
+  Descent now(d, scratch);
   for (int i = 0; i < now.columns; i++) {
     now.codes[i] = load_lanes(d.codes + i * d.rows, count);
     now.slope[i] = load_lanes(d.slope + i * d.rows, count);

@@ -54,7 +54,7 @@ def test_small_models_have_errors_fed_back(
     monkeypatch.setattr(sampled, "LENGTH", 24)
     done = run("compress", original, tmp_path / "out", "--bits", 3.4)
     assert done.status == 0, done.err
-    assert "small enough to have errors fed back" in done.err
+    assert "errors are fed back (--method gptq)" in done.err
     assert {row["method"] for row in read_report(tmp_path / "out")["tensors"] if "proxy" in row} == {"gptq"}
     again = run("compress", original, tmp_path / "out", "--bits", 3.4)
     assert "already complete" in again.err
@@ -102,10 +102,11 @@ def test_fit_leaves_room_for_the_context(run: Run, original: Path) -> None:
         (("--bits", 3, "--method", "hqq"), "method 'hqq': a budget goes with search or gptq"),
     ],
 )
+@pytest.mark.parametrize("importance", [(), ("--importance", "none")], ids=["default", "none"])
 def test_impossible_budgets_are_one_line(
-    run: Run, original: Path, arguments: tuple[object, ...], said: str
+    run: Run, original: Path, arguments: tuple[object, ...], said: str, importance: tuple[str, ...]
 ) -> None:
-    done = run("plan", original, *arguments, "--importance", "none")
+    done = run("plan", original, *arguments, *importance)
     assert done.status == 1
     assert done.err.strip().startswith("error: ")
     assert said in done.err

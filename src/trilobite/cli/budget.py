@@ -1,13 +1,12 @@
 """Budgets in the place of recipes: their options, and why each part of a model got what it got."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trilobite.cli.console import note, number, print_table, quiet, size
+from trilobite.cli.console import number, print_table, quiet, size
 from trilobite.recipe import CODEBOOKS, parse_role
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ def chosen_budget(
     columns: str | None,
     importance: str | None,
     method: str | None,
+    revision: str | None,
+    keep_unmatched: bool,
     fixed: Mapping[str, object],
 ) -> "Budget | None":
     """What the command line asks the planner for; None where it names a recipe.
@@ -115,6 +116,8 @@ def chosen_budget(
     from trilobite.quantize.budget.measured import read_sensitivities
     from trilobite.runtime.offload.plan import parse_size
 
+    if method is None and importance is None and not ranks:
+        method = _usual_method(src, revision, keep_unmatched=keep_unmatched)
     return Budget(
         bits=bits,
         size=None if size is None else parse_size(size),
@@ -131,27 +134,14 @@ def chosen_budget(
     )
 
 
-def with_usual_method(
-    budget: "Budget", method: str | None, src: str, revision: str | None, *, keep_unmatched: bool
-) -> "Budget":
-    """The budget with the method that a model usually has, where nothing else says what; and a line where it takes time.
-
-    method: as it was given
-    """
-    if method is not None or budget.importance != "auto" or budget.ranks:
-        return budget
+def _usual_method(src: str, revision: str | None, *, keep_unmatched: bool) -> str:
+    """How codes are found for such a model where nobody says."""
     with quiet():
         from trilobite.checkpoint.source import open_source
         from trilobite.quantize.run.planned import usual_method
 
         source = open_source(src, revision=revision, remote=True)
-        method = usual_method(source, keep_unmatched=keep_unmatched)
-    if method == "gptq":
-        note(
-            f"{src} is small enough to have errors fed back (--method gptq): text passes through the original first; "
-            "--method search makes no pass and loses more"
-        )
-    return replace(budget, method=method)
+        return usual_method(source, keep_unmatched=keep_unmatched)
 
 
 def print_account(account: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from trilobite.cli.budget import (
     SizeOption,
     chosen_budget,
     print_account,
-    with_usual_method,
 )
 from trilobite.cli.cluster import (
     NodesOption,
@@ -189,6 +188,8 @@ def compress(
         columns=columns,
         importance=importance,
         method=method,
+        revision=revision,
+        keep_unmatched=keep_unmatched,
         fixed=fixed_options(group_size, rank, compensator, iterations, stats),
     )
     chosen = budget or chosen_recipe(
@@ -218,8 +219,6 @@ def compress(
         raise typer.BadParameter("goes with a DST that is a URL", param_hint="--scratch")
     if revision is not None or not is_url(src):  # downloaded before our bars come: it has bars of its own
         src = str(open_source(src, revision=revision, remote=True).path)
-    if budget:
-        chosen = budget = with_usual_method(budget, method, src, revision, keep_unmatched=keep_unmatched)
     with quiet() if ground or budget or chosen.importance != "none" else nullcontext(), Progress() as bars:
         progress = CompressProgress(bars, RUNTIMES[runtime] if runtime else None)
         tell_state(progress.state)

@@ -16,7 +16,6 @@ from trilobite.cli.budget import (
     SizeOption,
     chosen_budget,
     print_account,
-    with_usual_method,
 )
 from trilobite.cli.compress import SourceArgument, fixed_options, print_kept, print_report
 from trilobite.cli.console import Progress, note, print_json, print_table, quiet, size
@@ -95,6 +94,8 @@ def plan(
         columns=columns,
         importance=importance,
         method=method,
+        revision=revision,
+        keep_unmatched=keep_unmatched,
         fixed=fixed_options(group_size, rank, compensator, iterations, stats),
     )
     from trilobite.checkpoint.source import open_source
@@ -107,8 +108,6 @@ def plan(
     from trilobite.quantize.run.planned import plan_within
     from trilobite.quantize.watcher import Watcher
 
-    if budget:
-        budget = with_usual_method(budget, method, src, revision, keep_unmatched=keep_unmatched)
     source, account = open_source(src, revision=revision, remote=True), None
     with quiet() if budget else nullcontext(), Progress() as bars:
         watcher = Watcher(progress=bars.show, note=note)

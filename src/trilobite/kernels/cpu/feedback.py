@@ -65,16 +65,13 @@ def feed_back(
     """
     assert _lib is not None
     count, rows = w.shape
-    for t in (w, codes, errors):
-        assert t.shape == (count, rows)
-        assert t.is_contiguous()
-    for t in lines:
-        assert t.shape == (count // group, rows)
-        assert t.is_contiguous()
-    assert upper.shape == (count, count)
-    assert upper.stride(1) == 1
-    assert cost is None or (cost.shape == (count,) and cost.is_contiguous())
-    assert units is None or (units.shape == (rows,) and units.is_contiguous())
+    _check((count, rows), w, codes, errors)
+    _check((count // group, rows), *lines)
+    if cost is not None:
+        _check((count,), cost)
+    if units is not None:
+        _check((rows,), units)
+    _check_square(upper, count)
     pointers = [None if t is None else t.data_ptr() for t in (w, upper, cost, units, *lines, codes, errors)]
     sizes = (rows, count, upper.stride(0), group, fmt.bits, int(fmt.symmetric), steps, 1)
     _lib.trilobite_feed_back(ctypes.byref(_FeedbackArgs(*pointers, *sizes)))
@@ -99,16 +96,22 @@ def descend(
     """
     assert _lib is not None
     count, rows = codes.shape
-    for t in (codes, error, slope):
-        assert t.shape == (count, rows)
-        assert t.is_contiguous()
-    for t in lines:
-        assert t.shape == (count // fmt.group, rows)
-        assert t.is_contiguous()
-    assert units.shape == (rows,)
-    assert units.is_contiguous()
-    assert hessian.shape == (count, count)
-    assert hessian.stride(1) == 1
+    _check((count, rows), codes, error, slope)
+    _check((count // fmt.group, rows), *lines)
+    _check((rows,), units)
+    _check_square(hessian, count)
     pointers = [t.data_ptr() for t in (codes, *lines, units, error, slope, hessian)]
     sizes = (rows, count, hessian.stride(0), fmt.group, fmt.bits, 1)
     _lib.trilobite_descend(ctypes.byref(_DescentArgs(*pointers, *sizes)))
+
+
+def _check(shape: tuple[int, ...], *tensors: Tensor) -> None:
+    for t in tensors:
+        assert t.shape == shape
+        assert t.is_contiguous()
+
+
+def _check_square(t: Tensor, side: int) -> None:
+    """Of a part of a matrix, whose rows are contiguous."""
+    assert t.shape == (side, side)
+    assert t.stride(1) == 1

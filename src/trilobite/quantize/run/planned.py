@@ -107,7 +107,11 @@ def question_of(
     if recipe.importance != "none":
         calibrator = open_calibration(source, recipe, calibration, hessians=_rounds_by_hessians(budget))
         assert calibrator is not None
-        calibrator.build(source, matrices, device)
+        if calibrator.build(source, matrices, device) and _rounds_by_hessians(budget):
+            watcher.note(
+                "errors are fed back (--method gptq): text passes through the original first; --method search makes no "
+                "pass and loses more"
+            )
         with tempfile.TemporaryDirectory() as workspace:
             calibrator.measure(question.plans[0].lines, jobs=jobs, workspace=Path(workspace), watcher=watcher)
     return question, calibrator
