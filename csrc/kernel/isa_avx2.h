@@ -10,11 +10,13 @@ struct Isa {
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__
   static constexpr bool SHORT_RUNS = false;
+  static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache, or with 2 the second
   static constexpr int MANY = 3;
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr Form FORM = Form::BYTES;
 #else
   static constexpr bool SHORT_RUNS = true;  // short.h
+  static constexpr int LOCALITY = 2;
   static constexpr int MANY = 4;
   static constexpr int STEPS = 4;
   static constexpr Form FORM = Form::SINGLES;

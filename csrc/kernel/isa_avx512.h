@@ -7,11 +7,12 @@ struct Isa {
   static constexpr int TOKENS_AT_ONCE = 4;
   static constexpr bool MATRICES = false;
   static constexpr bool SHORT_RUNS = false;
-  // Bands that one token reads at a time, each a stream of its own: Zen 4 and 5 want fewer than others.
+  // Bands that one token reads at a time, each a stream of its own, and the cache that these are prefetched into (3 the
+  // first level, 2 the second): Zen 4 and 5 want fewer than others, and their first level waits for too few lines.
 #if defined(__AVX512BF16__) && !defined(__AMX_INT8__)
-  static constexpr int STREAMS = 2;
+  static constexpr int STREAMS = 2, LOCALITY = 2;
 #else
-  static constexpr int STREAMS = 4;
+  static constexpr int STREAMS = 4, LOCALITY = 3;
 #endif
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 4, SUMS = 24;

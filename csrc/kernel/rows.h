@@ -6,8 +6,7 @@
 //     y += scale * (x_scale * sum(code * digit)) + offset * sum(x)
 // once per 16 rows. Lanes are rows, so there are no horizontal sums.
 
-// Bytes ahead, of all streams together, into the first-level cache. Four at a
-// time read a fifth faster than one.
+// Bytes ahead, of all streams together, into the cache that Isa::LOCALITY says.
 constexpr int PREFETCH = 8192;
 
 template <int D> static inline Isa::Floats combine(const Isa::Ints a[D]) {
@@ -92,7 +91,7 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
     const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
     UNROLL for (int n = 0; n < NB; n++) {
       const uint8_t *meta = tile + n * stride + m.code_bytes;
-      __builtin_prefetch(meta + ahead, 0, 3);
+      __builtin_prefetch(meta + ahead, 0, Isa::LOCALITY);
       if constexpr (has_sub(BITS)) sub[n] = read_sub<BITS>(m, meta);
     }
     for (int s = 0; s < per_group; s++, q += D * digit, scale += rows, sum += rows) {
@@ -103,7 +102,7 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
         const int at = s * seg + b, half = STEPS == 8 ? 0 : at / HALF & 1;
         if (half == 0)
           UNROLL for (int n = 0; n < NB; n++) for (int i = 0; i < planes<BITS>(m); i++)
-              __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, 3);
+              __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, Isa::LOCALITY);
         if (half == 0) multiply_block<BITS, D, NT, NB, 0, STEPS>(m, a, codes, stride, sub, at, q + b, digit, seg);
         else multiply_block<BITS, D, NT, NB, 4, 8>(m, a, codes, stride, sub, at - HALF, q + b, digit, seg);
         if (STEPS == 8 || half) codes += planes<BITS>(m) * 64;

@@ -67,7 +67,7 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, int toke
   for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
     // At the end of its band a stream goes on with the next band that nobody reads yet.
     const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
-    for (int n = 0; n < NB; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, 3);
+    for (int n = 0; n < NB; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, Isa::LOCALITY);
     for (int s = 0; s < per_group; s++, q += D * digit, scale += x.count, sum += x.count, sums += x.count * D * SUMS) {
       [[maybe_unused]] const int group = SUB ? s * SEG / (SUB ? SUB : 1) : 0;
       for (int n = 0; n < NB; n++) {
@@ -76,7 +76,7 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, int toke
         // Or GCC 12 copies what is loaded from there to the stack, for all bands.
         __asm__("" : "+r"(near), "+r"(near_sums));
         const uint8_t *at = tile + n * stride, *codes = at + s * BYTES, *meta = at + m.code_bytes;
-        for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, 3);
+        for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, Isa::LOCALITY);
         Isa::Ints a[D];
         Isa::Bytes run[D], scales{};
         for (int d = 0; d < D; d++) a[d] = Isa::zero();

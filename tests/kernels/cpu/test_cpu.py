@@ -46,6 +46,10 @@ def _linear_error(w: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None = 
     return relative_error(ops.linear(x, w, bias), reference.linear(x, w, bias))
 
 
+def _rms(x: torch.Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
 FORMATS = [
     *(f"int{b}-{g}" for b in (2, 3, 4, 8) for g in ("g32", "g64", "g96", "g128", "channel")),
     *(f"int{b}-{g}-sym" for b in (2, 3, 4, 8) for g in ("g64", "g96")),
@@ -122,7 +126,11 @@ def test_random_shapes(data: st.DataObject) -> None:
         kind = draw(st.sampled_from(["int3", "int8", "fp16"]))
         w = packed_weight(n, k, fmt, rank=draw(st.integers(0, 20)), kind=kind, seed=draw(st.integers(0, 9)))
         dtype = draw(st.sampled_from(list(ROUNDED)))
-        assert _linear_error(w, _x(draw(st.integers(1, 40)), k, dtype=dtype)) < ROUNDED[dtype]
+        x = _x(draw(st.integers(1, 40)), k, dtype=dtype)
+        expected = reference.linear(x, w)
+        # One element alone, whose terms may cancel, is no measure of its own error.
+        usual = max(_rms(expected), _rms(reference.linear(_x(40, k, dtype=dtype, seed=2), w)))
+        assert _rms(ops.linear(x, w).double() - expected.double()) < ROUNDED[dtype] * usual
     finally:
         cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
 
