@@ -67,7 +67,7 @@ struct Matrix {
 //   q      [block][segment][digit][token of the block][column of the segment] int8
 //   scale  [block][segment][token]
 //   sums   [block][segment][token][digit][8]: of the digits in each 16 columns, then in each 32; the rest is unused. Only
-//          tiers that read them (Isa::SHORT_RUNS) write them.
+//          tiers that read them (Isa::GROUP_SUMS) write them.
 // Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for instructions that multiply those; or, `whole`, as it is.
 //   q      [block][32 columns][part][token of the block][column; in every four, the middle two are swapped] bfloat16
 //   q      [block][32 columns][token of the block][column] fp32

@@ -14,6 +14,7 @@ namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/lattice.h"
 #include "kernel/decode.h"
 #include "kernel/digits.h"
+#include "kernel/group_sums.h"
 #include "kernel/rows.h"
 #include "kernel/panel.h"
 #include "kernel/amx.h"

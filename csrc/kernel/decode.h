@@ -59,10 +59,14 @@ constexpr int offset_unit(int kind) { return kind == SUPER + 2 ? 3 : kind == SUP
 // Of a tile, in byte j of lane r: group j, row r.
 struct Sub { Isa::Bytes scale, offset; };
 
+template <int KIND> static inline Isa::Bytes unit_offsets(Isa::Bytes lines) {
+  return Isa::times(Isa::field<4, 4>(lines), Isa::factor(offset_unit(KIND)));
+}
+
 template <int KIND>
 static inline Sub read_sub(const Matrix &m, const uint8_t *meta) {
   const Isa::Bytes v = Isa::load_lanes(meta, m.group / m.sub);
-  Sub sub{Isa::plus(Isa::mask(v, 15), Isa::bytes(1)), Isa::times(Isa::field<4, 4>(v), Isa::factor(offset_unit(KIND)))};
+  Sub sub{Isa::plus(Isa::mask(v, 15), Isa::bytes(1)), unit_offsets<KIND>(v)};
   if (Isa::COUNT_BIAS) sub.offset = Isa::plus(sub.offset, Isa::bytes((uint8_t)-Isa::COUNT_BIAS));
   return sub;
 }

@@ -82,7 +82,7 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
   const float scale = d.digits == 1 ? split_int8(x, n, top, q, &total) : split_exact(x, n, top, q, stride, &total);
   d.scale_block(block)[at] = scale;
   d.sum_block(block)[at] = scale * (float)total;
-  if (!Isa::SHORT_RUNS) return;
+  if (!Isa::GROUP_SUMS) return;
   for (int i = 0; i < d.digits; i++) sum_digits(q + i * stride, n, d.sums_block(block) + (at * d.digits + i) * SUMS);
 }
 

@@ -9,13 +9,13 @@ struct Isa {
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__
-  static constexpr bool SHORT_RUNS = false;
+  static constexpr bool SHORT_RUNS = false, GROUP_SUMS = false;
   static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache, or with 2 the second
   static constexpr int MANY = 3;
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr Form FORM = Form::BYTES;
 #else
-  static constexpr bool SHORT_RUNS = true;  // short.h
+  static constexpr bool SHORT_RUNS = true, GROUP_SUMS = true;  // short.h, group_sums.h
   static constexpr int LOCALITY = 2;
   static constexpr int MANY = 4;
   static constexpr int STEPS = 4;

@@ -1,4 +1,7 @@
 // AVX-512 (F, BW, VL, DQ), with VNNI where the translation unit is compiled for it. One zmm is one plane of a block.
+#if defined(__AVX512BF16__) && !defined(__AMX_INT8__)
+#define TRILOBITE_ZEN  // bfloat16 without matrices: Zen 4 and 5
+#endif
 #define UNROLL _Pragma("GCC unroll 8")
 #define UNROLL16 _Pragma("GCC unroll 16")
 struct Isa {
@@ -7,9 +10,14 @@ struct Isa {
   static constexpr int TOKENS_AT_ONCE = 4;
   static constexpr bool MATRICES = false;
   static constexpr bool SHORT_RUNS = false;
+#ifdef __AVX512VNNI__
+  static constexpr bool GROUP_SUMS = true;  // group_sums.h
+#else
+  static constexpr bool GROUP_SUMS = false;
+#endif
   // Bands that one token reads at a time, each a stream of its own, and the cache that these are prefetched into (3 the
   // first level, 2 the second): Zen 4 and 5 want fewer than others, and their first level waits for too few lines.
-#if defined(__AVX512BF16__) && !defined(__AMX_INT8__)
+#ifdef TRILOBITE_ZEN
   static constexpr int STREAMS = 2, LOCALITY = 2;
 #else
   static constexpr int STREAMS = 4, LOCALITY = 3;
@@ -40,8 +48,9 @@ struct Isa {
   template <int FROM, int WIDTH, int TO = 0> static Bytes field(Bytes v) {
     constexpr uint8_t kept = (uint8_t)(((1 << WIDTH) - 1) << TO);
     if (FROM == TO) return mask(v, kept);
-#ifdef __GFNI__
-    // Any linear map of a byte's bits is one instruction: row 7 - i of the matrix picks bit i.
+#if defined(__GFNI__) && !defined(TRILOBITE_ZEN)
+    // Any linear map of a byte's bits is one instruction: row 7 - i of the matrix picks bit i. (On Zen it waits for the same
+    // units as products.)
     uint64_t matrix = 0;
     for (int i = 0; i < WIDTH; i++) matrix |= 1ull << (FROM + i) << 8 * (7 - TO - i);
     return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64((long long)matrix), 0);
@@ -83,6 +92,16 @@ struct Isa {
     return acc;
   }
   static Ints dot_counts(Ints acc, Bytes c, Near v) { return dot<8>(acc, c, v); }
+  // For group_sums.h. acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
+  static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(y));
+    return acc;
+  }
+  // Two 16-bit numbers, for every lane.
+  static Bytes two(int32_t both) { return _mm512_set1_epi32(both); }
+  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers; or byte j as the lower one, above which is zero.
+  static Bytes two_of(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.pairs[j])); }
+  static Bytes one_of(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.ones[j])); }
 #else
   static Bytes quad_once(const int8_t *x) { return quad(x); }
   // Codes of up to 4 bits: 8 sums of two products, of at most 2 * 15 * 128, fit int16.

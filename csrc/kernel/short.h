@@ -1,32 +1,12 @@
 // One token, or two or three in turn, where a product of bytes is two sums of two in 16 bits: those of a whole segment, or
-// of a group under super-scales, are added up in 16 bits, and only then widened to 32. Under super-scales codes are multiplied as they are,
-// the sum of a group by its scale, and its offset by the sum of its digits. Both make the integers, and so the bits of
-// results, that rows.h makes.
+// of a group under super-scales (group_sums.h), are added up in 16 bits, and only then widened to 32. They are the
+// integers, and make the bits of results, that rows.h makes.
 
 template <int KIND> constexpr int stored_bits() { return KIND >= SUPER ? KIND - SUPER : KIND; }
 
 // Bytes of the groups of a tile: scales below, offsets above.
 template <int SEG, int SUB> static inline Isa::Bytes read_lines(const Matrix &m, const uint8_t *meta) {
   return Isa::load_lanes(meta, (SEG == 64 ? 64 : m.group) / SUB);
-}
-
-// The sums of digits that belong to two offsets. Where a segment has but one group, the other's count nothing.
-template <int SEG, int SUB> static inline int32_t two_sums(const int16_t *sums, int group, int pair) {
-  if constexpr (SEG == SUB) return (int32_t)((uint32_t)(uint16_t)sums[4] << (16 * (group % 2)));
-  int32_t both;
-  memcpy(&both, sums + (SUB == HALF ? 2 * pair : 4), 4);
-  return both;
-}
-
-// Sums of a segment += offsets of its groups, less COUNT_BIAS, times the sums of their digits.
-template <int KIND, int D, int SEG, int SUB, typename V = Isa>
-static inline void add_offsets(Isa::Ints a[D], const Isa::Bytes &lines, const int16_t *sums, int group) {
-  const Isa::Bytes of = Isa::times(Isa::field<4, 4>(lines), Isa::factor(offset_unit(KIND)));
-  UNROLL for (int j = 0; j < (SEG / SUB > 2 ? 2 : 1); j++) {
-    const Isa::Bytes pair = V::add_shorts(V::two_of(of, group / 2 + j), Isa::factor(-V::COUNT_BIAS));
-    UNROLL for (int d = 0; d < D; d++) a[d] =
-        V::dot_shorts(a[d], pair, V::two(two_sums<SEG, SUB>(sums + d * SUMS, group, j)));
-  }
 }
 
 // Steps AT and on of a segment: sums of RUN steps in `run`, then widened in `a`, times the scale of a group if it has one.
@@ -84,7 +64,7 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, int toke
         short_steps<KIND, D, SEG, SUB, 0>(a, run, codes, near, digit, scales, group);
         if constexpr (SUB != 0) {
           __asm__("" : "+r"(meta));  // or offsets are held, on the stack, while codes are multiplied
-          add_offsets<KIND, D, SEG, SUB>(a, read_lines<SEG, SUB>(m, meta), near_sums, group);
+          add_offsets<D>(a, unit_offsets<KIND>(read_lines<SEG, SUB>(m, meta)), near_sums, SEG, SUB, s * SEG);
         }
         const Affine w = SUB     ? read_super(m, offset_unit(KIND), band + n, g)
                          : plain ? read_plain(meta)
