@@ -21,88 +21,182 @@ static inline float total(const Isa::Floats &f) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-template <int N> struct Count { static constexpr int value = N; };
+// Registers of sums that scores, or values, take at a time.
+constexpr int WAITING = Isa::LANES == 16 ? 16 : 4;
 
-// out[g * ld] = q[g] . k for G heads that share k; q is [G, width].
-template <int DTYPE, int G>
-static inline void scores_of(const void *k, int64_t at, const float *q, int64_t width, float *out, int64_t ld) {
-  Isa::Floats acc[G];
-  for (int g = 0; g < G; g++) acc[g] = Isa::set1(0);
-  for (int64_t i = 0; i < width; i += ROWS) {
-    const Isa::Floats key = some_of<DTYPE>(k, at + i);
-    UNROLL for (int g = 0; g < G; g++) acc[g] = Isa::fma(key, Isa::load(q + g * width + i), acc[g]);
-  }
-  for (int g = 0; g < G; g++) out[g * ld] = total(acc[g]);
+// Which of WAITING sums of one register each is to be number `at` of `all_totals`.
+constexpr int sum_of(int at) { return WAITING == 16 ? at % 4 * 4 + at / 4 : at; }
+
+// The totals of WAITING registers, in the order that `sum_of` says. V: not every Isa adds up several at once.
+template <typename V = Isa> static inline void all_totals(const Isa::Floats sums[WAITING], float out[WAITING]) {
+  if constexpr (WAITING == 16) V::totals(sums, out);
+  else
+    for (int i = 0; i < WAITING; i++) out[i] = total(sums[i]);
 }
 
-// Scores -> weights relative to the largest score; returns that and their sum.
-static inline void weigh(const trilobite_attention_args &a, float *scores, int64_t length, float *top, float *sum) {
-  if (a.softcap > 0)
-    for (int64_t s = 0; s < length; s++) scores[s] = a.softcap * tanhf(scores[s] / a.softcap);
-  *top = scores[0], *sum = 0;
-  for (int64_t s = 1; s < length; s++) *top = scores[s] > *top ? scores[s] : *top;
-  for (int64_t s = 0; s < length; s++) scores[s] = fast_exp(scores[s] - *top);
-  for (int64_t s = 0; s < length; s++) *sum += scores[s];
-}
-
-constexpr int TOGETHER = 4;  // rows whose values are added up at a time
-
-// sums[g] += the weighted values of rows at[..] for `heads` heads that share them; weights are [heads, ld].
-template <int DTYPE>
-static inline void add_values(const void *v, const int64_t at[TOGETHER], const float *weights, int64_t ld, int64_t heads,
-                              int64_t width, float *sums) {
+// out[g * ld + r] = q[g] . k[r] for G heads that share R rows at[..] of keys; q is [G, width].
+template <int DTYPE, int G, int R>
+static inline void scores_of(const void *k, const int64_t *at, const float *q, int64_t width, float *out, int64_t ld) {
+  Isa::Floats acc[R * G];
+  for (int i = 0; i < R * G; i++) acc[i] = Isa::set1(0);
   for (int64_t i = 0; i < width; i += ROWS) {
-    Isa::Floats value[TOGETHER];
-    UNROLL for (int r = 0; r < TOGETHER; r++) value[r] = some_of<DTYPE>(v, at[r] + i);
-    for (int64_t g = 0; g < heads; g++) {
-      Isa::Floats sum = Isa::load(sums + g * width + i);
-      UNROLL for (int r = 0; r < TOGETHER; r++) sum = Isa::fma(value[r], Isa::set1(weights[g * ld + r]), sum);
-      Isa::store(sums + g * width + i, sum);
+    Isa::Floats query[G];
+    UNROLL for (int g = 0; g < G; g++) query[g] = Isa::load(q + g * width + i);
+    UNROLL for (int r = 0; r < R; r++) {
+      const Isa::Floats key = some_of<DTYPE>(k, at[r] + i);
+      UNROLL for (int g = 0; g < G; g++) {
+        Isa::Floats &sum = acc[R * G == WAITING ? sum_of(g * R + r) : g * R + r];
+        sum = Isa::fma(key, query[g], sum);
+      }
     }
   }
+  if constexpr (R * G == WAITING) {
+    float totals[WAITING];
+    all_totals(acc, totals);
+    for (int g = 0; g < G; g++) memcpy(out + g * ld, totals + g * R, R * sizeof(float));
+  } else {
+    for (int i = 0; i < R * G; i++) out[i / R * ld + i % R] = total(acc[i]);
+  }
 }
+
+typedef float Scores __attribute__((vector_size(64)));
+
+// Scores -> weights relative to the largest score; returns that and their sum. Lanes beyond the last are filled up.
+static inline void weigh(const trilobite_attention_args &a, float *scores, int64_t length, float *top, float *sum) {
+  constexpr int N = sizeof(Scores) / sizeof(float);
+  if (a.softcap > 0)
+    for (int64_t s = 0; s < length; s++) scores[s] = a.softcap * tanhf(scores[s] / a.softcap);
+  const int64_t ld = ceil_div(length, N) * N;
+  for (int64_t s = length; s < ld; s++) scores[s] = scores[0];
+  Scores most, all{};
+  memcpy(&most, scores, sizeof most);
+  for (int64_t s = N; s < ld; s += N) {
+    Scores some;
+    memcpy(&some, scores + s, sizeof some);
+    most = some > most ? some : most;
+  }
+  float largest = most[0], whole = 0;
+  for (int i = 1; i < N; i++) largest = most[i] > largest ? most[i] : largest;
+  for (int64_t s = 0; s < ld; s++) scores[s] = fast_exp(scores[s] - largest);
+  for (int64_t s = length; s < ld; s++) scores[s] = 0;
+  for (int64_t s = 0; s < ld; s += N) {
+    Scores some;
+    memcpy(&some, scores + s, sizeof some);
+    all += some;
+  }
+  for (int i = 0; i < N; i++) whole += all[i];
+  *top = largest, *sum = whole;
+}
+
+constexpr int BLOCKS_AHEAD = 2;  // that are prefetched
+constexpr int TOGETHER = 16;     // rows of one head at a time, as many as there are lanes in `Scores`
+
+// Rows of one head, as many as are worked on at a time: head h of k of those of a part, rows [s, s + count) of it.
+struct Block {
+  int64_t h, s;
+  int count;
+  int64_t at[TOGETHER];  // elements from the cache's beginning
+};
+
+template <int DTYPE> constexpr int64_t SIZE = DTYPE == TRILOBITE_F32 ? 4 : 2;
+
+// What will be read: a few rows at a time, since many lines at once would stop who asks for them.
+template <int DTYPE> static inline void fetch(const void *cache, const int64_t *at, int rows, int64_t width) {
+  for (int r = 0; r < rows; r++)
+    for (int64_t i = 0; i < width * SIZE<DTYPE>; i += 64)
+      __builtin_prefetch((const uint8_t *)cache + at[r] * SIZE<DTYPE> + i, 0, Isa::LOCALITY);
+}
+
+// sums[g] += weighted rows of values of G heads that share them, C * 16 columns; weights are [G, ld]. next: rows that are
+// prefetched.
+template <int DTYPE, int G, int C>
+static inline void add_values(const void *v, const int64_t *at, int count, const int64_t *next, const float *weights,
+                              int64_t ld, int64_t width, float *sums) {
+  Isa::Floats acc[G][C];
+  UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++) acc[g][c] =
+      Isa::load(sums + g * width + c * ROWS);
+  for (int r = 0; r < count; r++) {
+    if (next) fetch<DTYPE>(v, next + r, 1, C * ROWS);
+    Isa::Floats value[C];
+    UNROLL for (int c = 0; c < C; c++) value[c] = some_of<DTYPE>(v, at[r] + c * ROWS);
+    UNROLL for (int g = 0; g < G; g++) {
+      const Isa::Floats weight = Isa::set1(weights[g * ld + r]);
+      UNROLL for (int c = 0; c < C; c++) acc[g][c] = Isa::fma(value[c], weight, acc[g][c]);
+    }
+  }
+  UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++)
+      Isa::store(sums + g * width + c * ROWS, acc[g][c]);
+}
+
+// What a task does with a block, for G heads of q that share it. next: the block whose rows are prefetched, where none of
+// the heads before these has done so.
+template <int DTYPE, int G> struct Shared {
+  const trilobite_attention_args &a;
+  int64_t ld;
+
+  void scores(const Block &x, const void *cache, const Block *next, const float *q, float *out) const {
+    constexpr int R = 4;
+    for (int r = 0; r < x.count; r += R) {
+      if (next && r < next->count) fetch<DTYPE>(cache, next->at + r, next->count - r < R ? next->count - r : R, a.width);
+      if (r + R <= x.count) scores_of<DTYPE, G, R>(a.k, x.at + r, q, a.width, out + r, ld);
+      else
+        for (int last = r; last < x.count; last++) scores_of<DTYPE, G, 1>(a.k, x.at + last, q, a.width, out + last, ld);
+    }
+  }
+
+  void values(const Block &x, const Block *next, const float *weights, float *sums) const {
+    constexpr int C = G == 1 ? WAITING / 2 : WAITING / G;
+    const int64_t *ahead = next && next->count >= x.count ? next->at : nullptr;
+    int64_t i = 0;
+    const auto columns = [&] { return (const uint8_t *)a.v + i * SIZE<DTYPE>; };
+    for (; i + C * ROWS <= a.width; i += C * ROWS)
+      add_values<DTYPE, G, C>(columns(), x.at, x.count, ahead, weights, ld, a.width, sums + i);
+    for (; i < a.width; i += ROWS)
+      add_values<DTYPE, G, 1>(columns(), x.at, x.count, ahead, weights, ld, a.width, sums + i);
+  }
+};
 
 template <int DTYPE> static void attend_as(const trilobite_attention_args &a, const AttentionPart &p, float *scratch) {
   const int64_t shared = a.heads / a.kv_heads, heads = p.heads * shared, width = a.width, length = p.length;
-  const int64_t *rows = a.rows + p.row, ld = ceil_div(length, TOGETHER) * TOGETHER;
+  const int64_t steps = ceil_div(length, TOGETHER), ld = steps * TOGETHER, blocks = steps * p.heads;
+  const int64_t *rows = a.rows + p.row;
   float *q = scratch, *scores = q + heads * width;
   load_floats(a.q, DTYPE, (p.text * a.heads + p.head * shared) * width, heads * width, q);
   for (int64_t i = 0; i < heads * width; i++) q[i] *= a.scale, p.sums[i] = 0;
-  // visit(s, h): s counts `step` rows at a time, h the heads of k; the inner loop is the one that stays near.
-  const auto all = [&](int64_t steps, auto visit) {
-    if (a.head_stride < a.row_stride)
-      for (int64_t s = 0; s < steps; s++)
-        for (int64_t h = 0; h < p.heads; h++) visit(s, h);
-    else
-      for (int64_t h = 0; h < p.heads; h++)
-        for (int64_t s = 0; s < steps; s++) visit(s, h);
+  // In the order in which they lie: heads of a row side by side, or rows of a head.
+  const bool heads_near = a.head_stride < a.row_stride;
+  const auto block = [&](int64_t b) {
+    Block x;
+    x.h = heads_near ? b % p.heads : b / steps, x.s = (heads_near ? b / p.heads : b % steps) * TOGETHER;
+    x.count = (int)(length - x.s < TOGETHER ? length - x.s : TOGETHER);
+    for (int r = 0; r < x.count; r++) x.at[r] = rows[x.s + r] * a.row_stride + (p.head + x.h) * a.head_stride;
+    return x;
   };
-  const auto place = [&](int64_t s, int64_t h) { return rows[s] * a.row_stride + (p.head + h) * a.head_stride; };
-  all(length, [&](int64_t s, int64_t h) {
-    int64_t g = 0;
-    const auto part = [&](auto some) {
-      constexpr int G = decltype(some)::value;
-      for (; g + G <= shared; g += G) {
-        const int64_t head = h * shared + g;
-        scores_of<DTYPE, G>(a.k, place(s, h), q + head * width, width, scores + head * ld + s, ld);
-      }
-    };
-    part(Count<4>());
-    part(Count<1>());
-  });
-  for (int64_t h = 0; h < heads; h++) {
-    weigh(a, scores + h * ld, length, p.top + h, p.total + h);
-    for (int64_t s = length; s < ld; s++) scores[h * ld + s] = 0;
-  }
-  all(ld / TOGETHER, [&](int64_t s, int64_t h) {
-    int64_t at[TOGETHER];
-    for (int r = 0; r < TOGETHER; r++) {
-      const int64_t row = s * TOGETHER + r;
-      at[r] = place(row < length ? row : length - 1, h);
+  const Shared<DTYPE, 4> four{a, ld};
+  const Shared<DTYPE, 1> one{a, ld};
+  Block next;
+  for (int64_t b = 0; b < blocks; b++) {
+    const Block x = block(b);
+    next = block((b + BLOCKS_AHEAD) % blocks);
+    const void *cache = b + BLOCKS_AHEAD < blocks ? a.k : a.v;
+    for (int64_t g = x.h * shared, end = g + shared, n; g < end; g += n) {
+      const Block *fresh = g == x.h * shared ? &next : nullptr;
+      n = g + 4 <= end ? 4 : 1;
+      if (n == 4) four.scores(x, cache, fresh, q + g * width, scores + g * ld + x.s);
+      else one.scores(x, cache, fresh, q + g * width, scores + g * ld + x.s);
     }
-    const float *weights = scores + h * shared * ld + s * TOGETHER;
-    add_values<DTYPE>(a.v, at, weights, ld, shared, width, p.sums + h * shared * width);
-  });
+  }
+  for (int64_t h = 0; h < heads; h++) weigh(a, scores + h * ld, length, p.top + h, p.total + h);
+  for (int64_t b = 0; b < blocks; b++) {
+    const Block x = block(b);
+    if (b + BLOCKS_AHEAD < blocks) next = block(b + BLOCKS_AHEAD);
+    for (int64_t g = x.h * shared, end = g + shared, n; g < end; g += n) {
+      const Block *fresh = g == x.h * shared && b + BLOCKS_AHEAD < blocks ? &next : nullptr;
+      n = g + 4 <= end ? 4 : 1;
+      if (n == 4) four.values(x, fresh, scores + g * ld + x.s, p.sums + g * width);
+      else one.values(x, fresh, scores + g * ld + x.s, p.sums + g * width);
+    }
+  }
 }
 
 static void attend(const trilobite_attention_args &a, const AttentionPart &p, float *scratch) {

@@ -5,8 +5,8 @@
 // Sums of a segment of `seg` columns from column `at` of the tile += offsets of its groups, less COUNT_BIAS, times the sums of
 // their digits (`Digits::sums`). V: not every Isa has them.
 template <int D, typename V = Isa>
-__attribute__((always_inline)) static inline void add_offsets(Isa::Ints a[D], const Isa::Bytes &offsets, const int16_t *sums,
-                                                              int seg, int group, int at) {
+__attribute__((always_inline)) static inline void add_offsets(Isa::Ints a[D], const Isa::Bytes &offsets,
+                                                              const int16_t *sums, int seg, int group, int at) {
   const int pairs = seg / group > 2 ? 2 : 1;
   UNROLL for (int j = 0; j < pairs; j++) {
     Isa::Bytes pair = V::two_of(offsets, at / group / 2 + j);

@@ -146,6 +146,25 @@ struct Isa {
   static Floats set1(float x) { return _mm512_set1_ps(x); }
   static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  // Sums of the lanes of 16 registers: number 4 i + j is that of register 4 j + i. Lanes are added up in the order of
+  // `total` (attention.h).
+  static void totals(const Floats f[16], float out[16]) {
+    Floats four[4];
+    UNROLL for (int j = 0; j < 4; j++) {
+      Floats two[2];
+      UNROLL for (int i = 0; i < 2; i++) {
+        const Floats a = f[4 * j + 2 * i], b = f[4 * j + 2 * i + 1];
+        two[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+      }
+      four[j] = _mm512_add_ps(_mm512_shuffle_f32x4(two[0], two[1], 0x88), _mm512_shuffle_f32x4(two[0], two[1], 0xdd));
+    }
+    Floats two[2];
+    UNROLL for (int i = 0; i < 2; i++) two[i] = _mm512_add_ps(_mm512_unpacklo_ps(four[2 * i], four[2 * i + 1]),
+                                                              _mm512_unpackhi_ps(four[2 * i], four[2 * i + 1]));
+    const __m512d low = _mm512_castps_pd(two[0]), high = _mm512_castps_pd(two[1]);
+    store(out, _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(low, high))));
+  }
   // acc[row] += code * x, in the form of codes for many tokens.
   static Floats dot_part(Floats acc, Floats codes, Floats x) {
 #ifdef __AVX512BF16__

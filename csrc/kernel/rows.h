@@ -80,8 +80,8 @@ static inline void multiply_group(const Matrix &m, Isa::Ints a[NB][NT][D], const
   multiply_block<BITS - SUPER, D, NT, NB, FROM, TO>(m, sums, codes, stride, nullptr, at, q, digit, seg);
   UNROLL for (int n = 0; n < NB; n++) {
     const Isa::Bytes scale = V::one_of(sub[n].scale, (at + 4 * FROM) / m.sub);
-    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
-        a[n][t][d] = V::dot_shorts(a[n][t][d], sums[n][t][d], scale);
+    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[n][t][d] =
+        V::dot_shorts(a[n][t][d], sums[n][t][d], scale);
   }
 }
 
@@ -90,8 +90,7 @@ template <int BITS, int D, int NT, int NB>
 static inline void multiply_groups(const Matrix &m, Isa::Ints a[NB][NT][D], const uint8_t *codes, int64_t stride,
                                    const Sub *sub, int at, const int8_t *q, int64_t digit, int seg) {
   if constexpr (BITS < SUPER + 4)
-    if (m.sub == BLOCK)
-      return multiply_group<BITS, D, NT, NB, 0, 8>(m, a, codes, stride, sub, at, q, digit, seg);
+    if (m.sub == BLOCK) return multiply_group<BITS, D, NT, NB, 0, 8>(m, a, codes, stride, sub, at, q, digit, seg);
   multiply_group<BITS, D, NT, NB, 0, 4>(m, a, codes, stride, sub, at, q, digit, seg);
   multiply_group<BITS, D, NT, NB, 4, 8>(m, a, codes, stride, sub, at, q + 16, digit, seg);
 }
