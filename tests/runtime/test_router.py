@@ -30,7 +30,9 @@ def test_linear_with_a_router() -> None:
         assert torch.equal(made, ops.dense_linear(x, plain))
         assert torch.equal(linear(x, weight=w, bias=bias), ops.dense_linear(x, plain, bias))
         assert torch.equal(linear(many, w), linear(many, plain))
-        assert torch.equal(linear(x.float(), w.float()), linear(x.float(), plain.float()))
+        for converted in (w.float(), w.type(torch.float32), w.to(torch.float32)):
+            assert torch.equal(linear(x.float(), converted), ops.dense_linear(x.float(), plain.float()))
+            assert type(converted + 1) is torch.Tensor
         assert torch.equal(x @ w.T, x @ plain.T)
     linear(x, w).sum().backward()
     assert w.grad is not None

@@ -15,19 +15,34 @@ from trilobite.runtime.modules.residence import PackedModule
 from trilobite.runtime.routing import moe_layers
 
 
-class RouterWeight(nn.Parameter):
-    """A parameter [N, K]; `torch.nn.functional.linear` with it is `ops.dense_linear` where that multiplies."""
+CONVERSIONS = (Tensor.to, Tensor.type, Tensor.float)
+
+
+class _Routing:
+    """What a router's weight and its conversions have in common."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Everything else is what it would be of any parameter."""
+        """`linear` with it is `ops.dense_linear` where that multiplies; a conversion stays a router's."""
         with torch._C.DisableTorchFunctionSubclass():
             made = _natively(*args, **(kwargs or {})) if func is linear else None
-            return made if made is not None else func(*args, **(kwargs or {}))
+            if made is None:
+                made = func(*args, **(kwargs or {}))
+            if func in CONVERSIONS and type(made) is Tensor and not torch.compiler.is_compiling():
+                return made.as_subclass(ConvertedWeight)
+            return made
+
+
+class RouterWeight(_Routing, nn.Parameter):
+    """A parameter [N, K] that multiplies few tokens by the engine; everything else is what it would be of any other."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Of its own kind, in copies too."""
         return RouterWeight, (self.data, self.requires_grad)
+
+
+class ConvertedWeight(_Routing, Tensor):
+    """The same in another dtype, for as long as a model's code holds it: some multiply by their routers in fp32."""
 
 
 def _natively(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
