@@ -14,7 +14,6 @@ from trilobite.kernels import ops
 from trilobite.runtime.modules.residence import PackedModule
 from trilobite.runtime.routing import moe_layers
 
-
 CONVERSIONS = (Tensor.to, Tensor.type, Tensor.float)
 
 
