@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.lib.divergence import Variant, divergences
 from benchmarks.lib.markdown import table
-from benchmarks.lib.scoring import build, open_bench
+from benchmarks.lib.scoring import Bench, build, open_bench
 from benchmarks.lib.script import add_page, add_text, add_work, parser, publish
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import open_source
@@ -71,7 +71,9 @@ class Scaled:
                 continue
             one = torch.ones(w.shape[1])
             shared = self.shared.get(line.matrix.name, one)
-            entering = of_columns(ground.measured, line.matrix) / shared**2
+            entering = of_columns(ground.measured, line.matrix)
+            assert entering is not None
+            entering = entering / shared**2  # of the model as it is
             for ending, h in (("", None), (", importance", entering)):
                 for scales, c in zip(SCALES, (one, shared, own_scales(w)), strict=True):
                     weight = None if h is None else h * c**2
@@ -85,6 +87,16 @@ class Scaled:
                 yield port.matrix.name, scales if port.channels is None else scales[port.channels]
 
 
+def measure(bench: Bench, kept: Path) -> dict[str, float]:
+    """The divergence of each way."""
+    made = Scaled(bench.model)
+    variants: dict[str, Variant] = {
+        name: lambda name=name: (build(made.tensors[name], bench.model), made.bits)  # type: ignore[misc]
+        for name in NAMES
+    }
+    return {name: found.kl for name, found in divergences(bench, variants, kept, fresh=True).items()}
+
+
 def main() -> None:
     """A row for each model."""
     options = parser(__doc__)
@@ -96,14 +108,8 @@ def main() -> None:
     rows, found = [], {}
     for model in args.models:
         bench = open_bench(model, args.text, context=args.context, tokens=args.tokens)
-        made = Scaled(model)
-        variants: dict[str, Variant] = {
-            name: lambda name=name: (build(made.tensors[name], bench.model), made.bits)  # type: ignore[misc]
-            for name in NAMES
-        }
-        of = divergences(bench, variants, args.work / model.name / "own-scales.json", fresh=True)
-        rows.append((model.name, *(f"{of[name].kl:.4f}" for name in NAMES)))
-        found[model.name] = {name: of[name].kl for name in NAMES}
+        found[model.name] = measure(bench, args.work / model.name / "own-scales.json")
+        rows.append((model.name, *(f"{kl:.4f}" for kl in found[model.name].values())))
     publish(
         table(("model", *NAMES), rows),
         {"benchmark": "own-scales", "kl": found},
