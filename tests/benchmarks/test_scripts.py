@@ -26,6 +26,7 @@ from benchmarks.quality import (
     finetuned,
     offload_mixes,
     offload_traces,
+    own_scales,
     pareto,
     peers,
     peers_plot,
@@ -345,6 +346,12 @@ def test_rotation(run: Any, model: Path, text: Path, work: Path) -> None:
     options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
     found = run(rotation, model, *options, "--bits", 3.4)["kl"][f"{model.name} 3.4"]
     assert found["all rotated"] != found["as they are"]
+
+
+def test_a_vector_of_scales_for_each_matrix(run: Any, model: Path, text: Path, work: Path) -> None:
+    options = ("--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT, "--work", work)
+    kl = run(own_scales, model, *options)["kl"][model.name]
+    assert len(set(kl.values())) == 6
 
 
 @pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
