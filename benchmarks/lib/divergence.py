@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.lib.packed import pack
-from benchmarks.lib.scoring import Bench, disagreement, unpacked
+from benchmarks.lib.scoring import Bench, build, disagreement, unpacked
 from trilobite.evaluate.perplexity import score
 from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.calibrate.windows import Calibration
@@ -60,6 +61,17 @@ def divergences(
         del made, models
         gc.collect()
     return {name: Found(**found[name]) for name in variants}
+
+
+def of_decoded(
+    bench: Bench, ways: Mapping[str, Mapping[str, Tensor]], bits: float, kept: Path
+) -> dict[str, Found]:
+    """Of the model with other tensors, all of them, by the name of the way; found anew. bits: of a weight of the body"""
+    variants: dict[str, Variant] = {
+        way: lambda tensors=tensors: (build(tensors, bench.model), bits)  # type: ignore[misc]
+        for way, tensors in ways.items()
+    }
+    return divergences(bench, variants, kept, fresh=True)
 
 
 def packed_variant(

@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.lib.divergence import Variant, divergences
+from benchmarks.lib.divergence import of_decoded
 from benchmarks.lib.markdown import table
-from benchmarks.lib.scoring import Bench, build, open_bench
+from benchmarks.lib.scoring import open_bench
 from benchmarks.lib.script import add_page, add_text, add_work, parser, publish
 from trilobite.checkpoint.roles import Matrix, read_matrix
 from trilobite.checkpoint.source import open_source
 from trilobite.formats.weight import dequantize
 from trilobite.quantize.budget.goal import Budget
 from trilobite.quantize.budget.loss import of_columns
-from trilobite.quantize.columns.find import LARGEST, column_scales, even_columns
-from trilobite.quantize.columns.streams import find_streams
-from trilobite.quantize.plan.plan import make_plan
+from trilobite.quantize.columns.find import column_scales
+from trilobite.quantize.columns.streams import Port, Stream, find_streams
+from trilobite.quantize.plan.plan import PlanLine, make_plan
 from trilobite.quantize.run.lines import quantize_line
 from trilobite.quantize.run.options import Options
 from trilobite.quantize.run.planned import question_of
@@ -35,12 +35,6 @@ from trilobite.recipe import BODY_ROLES, PRESETS
 SCALES = ("none", "shared", "own")
 RECIPE = PRESETS["search3"]
 NAMES = [f"{scales}{ending}" for ending in ("", ", importance") for scales in SCALES]
-
-
-def own_scales(w: Tensor) -> Tensor:
-    """As `column_scales` finds them, of one matrix. w: [N, K]    returns: [K] fp32 with a geometric mean of 1."""
-    sizes = even_columns([w.float().clone()]).log()
-    return (sizes - sizes.mean()).exp().clamp(1 / LARGEST, LARGEST)
 
 
 class Scaled:
@@ -65,36 +59,30 @@ class Scaled:
         self.bits = 8 * sum(line.nbytes for line in body) / weights
         for line in plan.lines:
             w = read_matrix(self.source, line.matrix).float()
-            if line not in body:
-                for tensors in self.tensors.values():
-                    tensors[line.matrix.name] = w
-                continue
-            one = torch.ones(w.shape[1])
-            shared = self.shared.get(line.matrix.name, one)
-            entering = of_columns(ground.measured, line.matrix)
-            assert entering is not None
-            entering = entering / shared**2  # of the model as it is
-            for ending, h in (("", None), (", importance", entering)):
-                for scales, c in zip(SCALES, (one, shared, own_scales(w)), strict=True):
-                    weight = None if h is None else h * c**2
-                    decoded = dequantize(quantize_line(w / c, line, RECIPE, weight)[0])
-                    self.tensors[scales + ending][line.matrix.name] = decoded[: w.shape[0], : w.shape[1]] * c
+            for tensors in self.tensors.values():
+                tensors[line.matrix.name] = w
+        for line in body:
+            self._quantize(line, of_columns(ground.measured, line.matrix))
+
+    def _quantize(self, line: PlanLine, entering: Tensor | None) -> None:
+        """One matrix in all ways. entering: what enters its columns where they have the shared scales, [K] fp32"""
+        assert entering is not None
+        m = line.matrix
+        w = self.tensors[NAMES[0]][m.name]
+        one = torch.ones(m.shape[1])
+        shared = self.shared.get(m.name, one)
+        alone = Stream(name=m.name, size=m.shape[1], readers=(Port(matrix=m),), writers=())
+        own = column_scales(self.source, alone)
+        for ending, h in (("", None), (", importance", entering / shared**2)):
+            for scales, c in zip(SCALES, (one, shared, own), strict=True):
+                decoded = dequantize(quantize_line(w / c, line, RECIPE, None if h is None else h * c**2)[0])
+                self.tensors[scales + ending][m.name] = decoded[: m.shape[0], : m.shape[1]] * c
 
     def _shared(self, matrices: Sequence[Matrix]) -> Iterator[tuple[str, Tensor]]:
         for stream in find_streams(self.source, matrices):
             scales = column_scales(self.source, stream)
             for port in stream.readers:
                 yield port.matrix.name, scales if port.channels is None else scales[port.channels]
-
-
-def measure(bench: Bench, kept: Path) -> dict[str, float]:
-    """The divergence of each way."""
-    made = Scaled(bench.model)
-    variants: dict[str, Variant] = {
-        name: lambda name=name: (build(made.tensors[name], bench.model), made.bits)  # type: ignore[misc]
-        for name in NAMES
-    }
-    return {name: found.kl for name, found in divergences(bench, variants, kept, fresh=True).items()}
 
 
 def main() -> None:
@@ -108,7 +96,9 @@ def main() -> None:
     rows, found = [], {}
     for model in args.models:
         bench = open_bench(model, args.text, context=args.context, tokens=args.tokens)
-        found[model.name] = measure(bench, args.work / model.name / "own-scales.json")
+        made = Scaled(model)
+        of = of_decoded(bench, made.tensors, made.bits, args.work / model.name / "own-scales.json")
+        found[model.name] = {name: one.kl for name, one in of.items()}
         rows.append((model.name, *(f"{kl:.4f}" for kl in found[model.name].values())))
     publish(
         table(("model", *NAMES), rows),

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.lib.divergence import Found, Variant, divergences
+from benchmarks.lib.divergence import Found, of_decoded
 from benchmarks.lib.markdown import table
-from benchmarks.lib.scoring import Bench, build, open_bench
+from benchmarks.lib.scoring import Bench, open_bench
 from benchmarks.lib.script import add_page, add_text, add_work, parser, publish
 from trilobite.checkpoint.roles import read_matrix
 from trilobite.checkpoint.source import open_source
@@ -97,11 +97,7 @@ def _decoded(w: Tensor, line: PlanLine, recipe: Recipe, h: Tensor | None) -> Ten
 def measure(bench: Bench, bits: float, kept: Path) -> tuple[dict[str, Found], str]:
     """By way, and how many matrices are better off rotated."""
     made = Rounded(bench.model, bits)
-    variants: dict[str, Variant] = {
-        way: lambda way=way: (build(made.tensors[way], bench.model), made.bits)  # type: ignore[misc]
-        for way in WAYS
-    }
-    return divergences(bench, variants, kept, fresh=True), f"{made.rotated} of {made.matrices}"
+    return of_decoded(bench, made.tensors, made.bits, kept), f"{made.rotated} of {made.matrices}"
 
 
 def main() -> None:
