@@ -139,7 +139,7 @@ inline Bytes some_signs(int64_t n, bool tuned) {
 }
 
 inline void fill_lattice(Weight &w, int64_t n, int64_t k, const Turn &in, const Turn &out) {
-  w.m.n = n, w.m.k = k, w.m.bits = pick(2, 4), w.m.tuned = pick(0, 1);
+  w.m.n = n, w.m.k = k, w.m.bits = pick(1, 4), w.m.tuned = pick(0, 1);
   w.m.rotate_in = &in.r, w.m.rotate_out = &out.r;
   w.packed = noise((n + 15) / 16 * (k / 8) * 16 * w.m.bits);
   w.lattice = Bytes(12);

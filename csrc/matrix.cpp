@@ -53,7 +53,7 @@ bool describe_lattice(const trilobite_matrix &w, Matrix *m) {
   memcpy(head, w.lattice, sizeof head);
   memcpy(scale, (const uint8_t *)w.lattice + sizeof head, sizeof scale);
   const int bits = head[1];
-  if (head[0] != 0 || bits < 2 || bits > 4 || head[2] != 0 || head[3] != 0)
+  if (head[0] != 0 || bits < 1 || bits > 4 || head[2] != 0 || head[3] != 0)
     return fail("a lattice record of codebook %d, %d bits, transform %d; the native engine runs e8p with hadamard",
                 head[0], bits, head[2]);
   if (w.bits != bits) return fail("%lld bits; the lattice record says %d", (long long)w.bits, bits);
@@ -69,7 +69,7 @@ bool describe_lattice(const trilobite_matrix &w, Matrix *m) {
   m->bits = bits, m->groups = w.k / m->group;
   m->tile_bytes = m->code_bytes = (int64_t)m->group * bits * ROWS / 8;
   m->second = bits > 2 ? scale[1] : 0;
-  set_stage(m, E8P, scale[0]);
+  set_stage(m, bits == 1 ? E8 : E8P, scale[0]);
   return true;
 }
 

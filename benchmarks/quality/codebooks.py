@@ -21,7 +21,7 @@ from trilobite.formats.lattice import DIM, RHO, nearest
 from trilobite.quantize.methods.registry import METHODS
 from trilobite.recipe import Format, LatticeFormat, parse_format
 
-LATTICES = ("e8p-2", "grid-2", "e8p-3", "grid-3", "e8p-4", "grid-4")
+LATTICES = ("e8p-1", "e8p-2", "grid-2", "e8p-3", "grid-3", "e8p-4", "grid-4")
 INTEGERS = [f"int{bits}-{tail}" for bits in (2, 3, 4) for tail in ("g64", "g128")]
 RHOS = [0.80 + 0.02 * i for i in range(16)]
 RATIOS = {3: [1.7 + 0.05 * i for i in range(12)], 4: [2.8 + 0.1 * i for i in range(16)]}
@@ -41,16 +41,15 @@ def measure_lattice(x: Tensor, name: str) -> dict[str, Any]:
     rho, ratio = RHO[fmt.codebook, fmt.bits]
     part = x[: len(x) // 10]
     grids = [rho * r for r in RHOS]
-    two_stages = fmt.codebook == "e8p" and fmt.bits > 2
-    ratios = RATIOS[fmt.bits] if two_stages else [ratio]
+    ratios = RATIOS[fmt.bits] if fmt.two_stages else [ratio]
     best = min((error(part, fmt, r, q), r, q) for r in grids for q in ratios)
     return {
         "format": name,
         "bits": float(fmt.bits),
         "mse": error(x, fmt, rho, ratio),
-        "scale": [round(rho, 3), round(ratio, 3)] if two_stages else [round(rho, 3)],
+        "scale": [round(rho, 3), round(ratio, 3)] if fmt.two_stages else [round(rho, 3)],
         "best": error(x, fmt, *best[1:]),
-        "best_scale": [round(v, 3) for v in (best[1:] if two_stages else best[1:2])],
+        "best_scale": [round(v, 3) for v in (best[1:] if fmt.two_stages else best[1:2])],
     }
 
 
@@ -102,7 +101,9 @@ def main() -> None:
     arguments = options.parse_args()
     count = max(1280, arguments.vectors // 128 * 128)
     print(
-        f"bound: no code of b bits has a lower error than 2^-2b: {2**-4:.4f}, {2**-6:.4f}, {2**-8:.4f} for 2, 3, 4"
+        "bound: no code of b bits has a lower error than 2^-2b: "
+        + ", ".join(f"{2 ** (-2 * b):.4f}" for b in (1, 2, 3, 4))
+        + " for 1 to 4"
     )
     x = torch.randn(count, DIM, generator=torch.Generator().manual_seed(0))
     rows = [measure_lattice(x, name) for name in LATTICES] + [measure_integers(x, name) for name in INTEGERS]

@@ -50,7 +50,7 @@ from trilobite.runtime.load import map_tensors
 
 TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K")
 IK_TYPES = ("IQ2_KT", "IQ2_KS", "IQ2_K", "IQ2_KL", "IQ3_KT", "IQ3_KS", "IQ3_K", "IQ4_KSS", "IQ4_KS", "IQ4_K")
-BUDGETS = (2.01, 2.05, 2.25, 2.5, 3.0, 3.25, 3.5, 4.0, 4.5)
+BUDGETS = (2.0, 2.05, 2.25, 2.5, 3.0, 3.25, 3.5, 4.0, 4.5)
 LATTICE = BUDGETS
 """Those that are planned with lattices, too."""
 SAMPLES = 128

@@ -94,7 +94,7 @@ def test_fit_leaves_room_for_the_context(run: Run, original: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--bits", 1.2), "1.2 bits: the least that is possible is "),
+        (("--bits", 0.2), "0.2 bits: the least that is possible is "),
         (("--bits", 30), "30 bits: the least that is possible is "),
         (("--size", "1kB"), "the least that is possible is"),
         (("--fit", "1MiB"), "the least that is possible is"),

@@ -49,7 +49,9 @@ def tuned(w: PackedWeight, seed: int = 0) -> PackedWeight:
     return replace(w, signs_in=signs_in, signs_out=signs_out)
 
 
-@pytest.mark.parametrize("fmt", ["e8p-2", "e8p-3", "e8p-4-fourier", "grid-2", "grid-3-fourier", "grid-4"])
+@pytest.mark.parametrize(
+    "fmt", ["e8p-1", "e8p-2", "e8p-3", "e8p-4-fourier", "grid-2", "grid-3-fourier", "grid-4"]
+)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_is_the_product_with_the_matrix(fmt: str, rank: int, dtype: torch.dtype) -> None:

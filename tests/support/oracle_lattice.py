@@ -70,6 +70,8 @@ def tile(data: np.ndarray, codebook: str, bits: int, scale: float, second: float
         ]
         return (np.array(codes) - (2**bits - 1) / 2) * scale
     patterns, small = source(), e8_codebook()
+    if bits == 1:
+        return np.array([small[c] for c in data]) * scale
     first = [e8p(int(lo) | int(hi) << 8, patterns) for lo, hi in data[:32].reshape(16, 2)]
     w = np.array(first) * scale
     if bits == 3:

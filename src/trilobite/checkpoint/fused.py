@@ -14,7 +14,7 @@ def refuse_lattice(name: str, bits: int) -> str:
     """What is said of a matrix in a lattice format."""
     return (
         f"{name}: is in a lattice format (QuIP#), which vLLM cannot run: compress the original with --for vllm and a "
-        f"recipe of integers, for example --recipe super{bits}"
+        f"recipe of integers, for example --recipe super{max(2, bits)}"
     )
 
 

@@ -177,7 +177,7 @@ def _print_accounts(accounts: "Sequence[Account]") -> None:
     print_table(("bits per weight", "format", *parts, "total"), rows, left=2)
     if any(a.format.startswith("e8p") for a in accounts):
         print(
-            "The tables of E8P (1 KiB) and of its 3-bit form are part of the program and shared by all matrices."
+            "The tables of E8P and of 1-bit E8 (1 KiB each) are part of the program and shared by all matrices."
         )
 
 

@@ -1,7 +1,8 @@
-"""Codebooks for vectors of eight weights: E8P, its residual forms for 3 and 4 bits, and the half-integer grid.
+"""Codebooks for vectors of eight weights: E8P, its residual forms for 3 and 4 bits, 1-bit E8, the half-integer grid.
 
 A codeword stands for eight neighbours of a row of the transformed matrix (`incoherence`), `8 * bits` bits long:
 
+    e8p-1   entry of the 1-bit E8 codebook
     e8p-2   bits 8-15: entry s of the source table; bit 8-i, i = 1..7: lane i is negative; bit 0: +1/4, else -1/4
     e8p-3   e8p-2, then bits 16-23: entry of the 1-bit E8 codebook, for what the first stage leaves
     e8p-4   e8p-2, then bits 16-31: a second E8P codeword for what the first leaves
@@ -15,8 +16,8 @@ The 1-bit E8 codebook: zero, the 240 shortest vectors of E8 in lexicographic ord
 the very last of these sixteen (section 4.3).
 
 In a tile of 16 rows x 8 columns of `weight_packed` [ceil(N/16), K/8, 16 * bits] lie the first stages of its 16 rows,
-two bytes each, little endian, then the second stages, one or two bytes each; of the grid, `bits` bytes a row. Rows
-past N are zero codes. `weight_lattice` is the record of 12 bytes that `LatticeRecord` draws.
+two bytes each (of e8p-1 one), little endian, then the second stages, one or two bytes each; of the grid, `bits` bytes a
+row. Rows past N are zero codes. `weight_lattice` is the record of 12 bytes that `LatticeRecord` draws.
 """
 
 import itertools
@@ -41,6 +42,7 @@ PADDING = (
 )
 """Section C.1: the patterns of norm 12, in halves."""
 RHO = {
+    ("e8p", 1): (0.61, 1.0),
     ("e8p", 2): (1.03, 1.0),
     ("e8p", 3): (0.98, 2.04),
     ("e8p", 4): (0.89, 3.9),
@@ -49,8 +51,8 @@ RHO = {
     ("grid", 4): (1 / 0.3352, 1.0),
 }
 """Factors on a matrix of unit variance, and on what the first stage leaves, of least error on a Gaussian source: those
-of section F.5 (E8P: that of the published code; the text's 0.9 is for BlockLDLQ), and Max's of a uniform grid. For 4
-bits, 1.03 and 3.45 as published lose .0096, these .0083."""
+of section F.5 (E8P: that of the published code; the text's 0.9 is for BlockLDLQ), and Max's of a uniform grid. For 1
+bit: benchmarks.quality.codebooks. For 4 bits, 1.03 and 3.45 as published lose .0096, these .0083."""
 
 
 @lru_cache(maxsize=1)
@@ -187,6 +189,11 @@ def nearest_e8(x: Tensor) -> Tensor:
     return torch.cat([(half_norm - part @ points.T).argmin(-1) for part in torch.split(x, CHUNK)])
 
 
+def _first_points(fmt: LatticeFormat, device: torch.device) -> Tensor:
+    """What the first stage's codewords stand for: [256 or 65536, 8] fp32."""
+    return e8_points(device) if fmt.bits == 1 else e8p_points(device)
+
+
 def nearest(x: Tensor, fmt: LatticeFormat, ratio: float) -> tuple[Tensor, Tensor]:
     """Codewords for vectors in units of the first stage's scale, and the points that they decode to.
 
@@ -197,9 +204,9 @@ def nearest(x: Tensor, fmt: LatticeFormat, ratio: float) -> tuple[Tensor, Tensor
         lanes = (x + top / 2).round_().clamp_(0, top)
         shifts = fmt.bits * torch.arange(DIM, device=x.device)
         return (lanes.long() << shifts).sum(-1), lanes - top / 2
-    codes = nearest_e8p(x)
-    near = e8p_points(x.device)[codes]
-    if fmt.bits == 2:
+    codes = nearest_e8(x) if fmt.bits == 1 else nearest_e8p(x)
+    near = _first_points(fmt, x.device)[codes]
+    if not fmt.two_stages:
         return codes, near
     rest = (x - near) * ratio
     second = nearest_e8(rest) if fmt.bits == 3 else nearest_e8p(rest)
@@ -216,8 +223,8 @@ def points(codes: Tensor, fmt: LatticeFormat, ratio: float) -> Tensor:
         shifts = fmt.bits * torch.arange(DIM, device=codes.device)
         lanes: Tensor = (codes[..., None] >> shifts) & (2**fmt.bits - 1)
         return lanes.float().sub_((2**fmt.bits - 1) / 2)
-    if fmt.bits == 2:
-        found: Tensor = e8p_points(codes.device)[codes]
+    if not fmt.two_stages:
+        found: Tensor = _first_points(fmt, codes.device)[codes]
         return found
     table = e8_points(codes.device) if fmt.bits == 3 else e8p_points(codes.device)
     return e8p_points(codes.device)[codes & 0xFFFF].add_(table[codes >> 16], alpha=1 / ratio)
@@ -257,16 +264,16 @@ def read_record(stored: Tensor) -> LatticeRecord:
             f"lattice record is {stored.dtype} {list(stored.shape)}, expected {RECORD_BYTES} bytes of uint8"
         )
     codebook, bits, transform, zero, scale, second = struct.unpack("<4B2f", bytes(stored.tolist()))
-    two_stages = codebook == 0 and bits > 2
-    if codebook >= len(CODEBOOKS) or bits not in (2, 3, 4) or transform >= len(TRANSFORMS) or zero:
+    least = 1 if codebook == 0 else 2
+    if codebook >= len(CODEBOOKS) or not least <= bits <= 4 or transform >= len(TRANSFORMS) or zero:
         raise ShapeError(
             f"lattice record says codebook {codebook}, {bits} bits, transform {transform}: none that this release "
             "reads; upgrade trilobite, or copy the checkpoint again"
         )
-    finite = 0 <= scale < float("inf") and 0 <= second < float("inf")
-    if not finite or (second > 0) != (two_stages and scale > 0):
-        raise ShapeError(f"lattice record has scales {scale} and {second}; copy the checkpoint again")
     fmt = LatticeFormat(codebook=CODEBOOKS[codebook], bits=bits, transform=TRANSFORMS[transform])
+    finite = 0 <= scale < float("inf") and 0 <= second < float("inf")
+    if not finite or (second > 0) != (fmt.two_stages and scale > 0):
+        raise ShapeError(f"lattice record has scales {scale} and {second}; copy the checkpoint again")
     return LatticeRecord(format=fmt, scale=scale, second=second)
 
 
@@ -294,8 +301,8 @@ def unpack(packed: Tensor, fmt: LatticeFormat) -> Tensor:
     if fmt.codebook == "grid":
         octets = list(packed.view(tile_rows, blocks, ROWS, fmt.bits).unbind(-1))
     else:
-        octets = list(packed[..., : 2 * ROWS].reshape(tile_rows, blocks, ROWS, 2).unbind(-1))
-        if fmt.bits > 2:
+        octets = list(packed[..., : 2 * ROWS].reshape(tile_rows, blocks, ROWS, -1).unbind(-1))
+        if fmt.two_stages:
             octets += packed[..., 2 * ROWS :].reshape(tile_rows, blocks, ROWS, fmt.bits - 2).unbind(-1)
     codes = octets[0].long()
     for i, octet in enumerate(octets[1:], 1):

@@ -101,15 +101,18 @@ class Format:
 
 
 CODEBOOKS = ("e8p", "grid")
-"""E8P, the 2-bit lattice codebook of QuIP# and its residual forms for 3 and 4 bits; the half-integer scalar grid."""
+"""E8P, the 2-bit lattice codebook of QuIP#, its residual forms for 3 and 4 bits, and the 1-bit codebook of the former of
+these; the half-integer scalar grid."""
 TRANSFORMS = ("hadamard", "fourier")
+LATTICE_GRAMMAR = "{e8p-{1,2,3,4},grid-{2,3,4}}[-fourier]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatticeFormat:
     """What stored codes mean after incoherence processing (QuIP#): `e8p-2`, `e8p-3-fourier`, `grid-4`.
 
-    codebook: `e8p` or `grid`    bits: 2, 3 or 4    transform: the random rotation of both sides of the matrix
+    codebook: `e8p` or `grid`    bits: 2, 3 or 4, of e8p also 1    transform: the random rotation of both sides of the
+    matrix
     """
 
     codebook: str
@@ -119,12 +122,15 @@ class LatticeFormat:
     @classmethod
     def parse(cls, text: str) -> "LatticeFormat":
         """Read a format's name; raises RecipeError with the grammar."""
-        m = re.fullmatch(r"(e8p|grid)-([234])(-fourier)?", text)
+        m = re.fullmatch(r"(e8p|grid(?!-1))-([1234])(-fourier)?", text)
         if not m:
-            raise RecipeError(
-                f"format {text!r}: expected {{e8p,grid}}-{{2,3,4}}[-fourier], for example e8p-2"
-            )
+            raise RecipeError(f"format {text!r}: expected {LATTICE_GRAMMAR}, for example e8p-2")
         return cls(codebook=m[1], bits=int(m[2]), transform="fourier" if m[3] else "hadamard")
+
+    @property
+    def two_stages(self) -> bool:
+        """Whether a second codeword stands for what the first leaves."""
+        return self.codebook == "e8p" and self.bits > 2
 
     def __str__(self) -> str:
         """The name that `parse` reads."""
@@ -141,7 +147,7 @@ def parse_format(text: str) -> AnyFormat:
     try:
         return Format.parse(text)
     except RecipeError as e:
-        raise RecipeError(f"{e}, or {{e8p,grid}}-{{2,3,4}}[-fourier]") from None
+        raise RecipeError(f"{e}, or {LATTICE_GRAMMAR}") from None
 
 
 def check_method(fmt: AnyFormat, method: str) -> None:

@@ -130,6 +130,17 @@ def test_few_bits_bring_in_the_lattice(original: Path, tmp_path: Path) -> None:
     assert least > planned(original, Budget(bits=2.35, importance="none")).account["least"]
 
 
+def test_fewer_bits_than_the_lattice_has(original: Path, tmp_path: Path) -> None:
+    """A codebook of one bit joins where it has to, for what suffers least; and the model runs."""
+    compress(original, tmp_path / "out", Budget(bits=1.9), options=SERIAL)
+    formats = {row["format"] for row in read_report(tmp_path / "out")["tensors"] if "format" in row}
+    assert {"e8p-1", "e8p-2"} < formats
+    ids = torch.arange(8)[None]
+    assert bool(torch.isfinite(load(str(tmp_path / "out"))(ids).logits).all())
+    enough = planned(original, Budget(bits=2.35, importance="none")).account
+    assert not any("e8p-1" in row["format"] for row in enough["choices"])
+
+
 def test_compensators_where_a_low_rank_helps(original: Path, tmp_path: Path) -> None:
     """Matrices whose residual is nearly of rank 2, by importance, get a compensator and no other format."""
     source = open_source(str(original))
@@ -142,7 +153,7 @@ def test_compensators_where_a_low_rank_helps(original: Path, tmp_path: Path) -> 
 
 
 def test_impossible_budgets(original: Path) -> None:
-    for budget in (Budget(bits=1.5, importance="none"), Budget(bits=12, importance="none")):
+    for budget in (Budget(bits=0.5, importance="none"), Budget(bits=12, importance="none")):
         with pytest.raises(BudgetError, match=r"the least that is possible is \d\.\d\d, the most 8\.\d\d"):
             planned(original, budget)
     with pytest.raises(BudgetError, match="expected one: bits, size or fit"):

@@ -20,7 +20,9 @@ from trilobite.quantize.run.lines import quantize_line
 from trilobite.recipe import PRESETS, LatticeFormat, Role
 
 E8P = LatticeFormat(codebook="e8p", bits=2)
-FORMATS = [LatticeFormat(codebook=c, bits=b) for c in ("e8p", "grid") for b in (2, 3, 4)]
+FORMATS = [
+    LatticeFormat.parse(f"{c}-{b}") for c, all_bits in (("e8p", "1234"), ("grid", "234")) for b in all_bits
+]
 
 
 def _loss(w: torch.Tensor, w_hat: torch.Tensor, h: torch.Tensor) -> float:

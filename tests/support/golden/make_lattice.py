@@ -26,6 +26,7 @@ CASES = [
     ("grid", 2, "fourier", False, (5, 8)),
     ("grid", 3, "hadamard", False, (12, 32)),
     ("grid", 4, "fourier", True, (6, 16)),
+    ("e8p", 1, "hadamard", False, (20, 24)),
 ]
 
 

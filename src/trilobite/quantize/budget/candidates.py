@@ -43,7 +43,9 @@ FORMATS: tuple[AnyFormat, ...] = tuple(
 )
 """Those on the convex hull of bytes against error that kernels run at full speed."""
 LATTICES = tuple(parse_format(f"e8p-{bits}") for bits in (2, 3, 4))
-"""Slower, and better for their bytes: where asked for. The first also for budgets that the others do not meet."""
+"""Slower, and better for their bytes: where asked for."""
+SMALLEST = tuple(Candidate(format=parse_format(f"e8p-{bits}")) for bits in (2, 1))
+"""For budgets that all before them do not meet, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,11 @@ class Question:
         return _nbytes(self.plans[candidate], unit)
 
 
+def _least(plans: Sequence[Plan], units: Sequence[Unit]) -> int:
+    """Bytes of the body where every unit takes as few as it can."""
+    return sum(min(_nbytes(plan, unit) for plan in plans) for unit in units)
+
+
 def _nbytes(plan: Plan, unit: Unit) -> int:
     return sum(plan.lines[i].nbytes for i in unit.matrices)
 
@@ -84,6 +91,7 @@ def ask(
     Raises BudgetError with the least and the most that is possible, and what `make_plan` raises.
     """
     candidates = [Candidate(format=fmt, rank=rank) for rank in ("", *budget.ranks) for fmt in FORMATS]
+    candidates += [Candidate(format=fmt) for fmt in LATTICES if budget.lattice]
 
     def planned(candidate: Candidate) -> Plan:
         rules = (*recipe.rules, candidate.rule(roles=BODY_ROLES), HEAD_RULE)
@@ -100,12 +108,12 @@ def ask(
     beside = _beside(source, plans[0], units, budget)
     weights = sum(unit.weights for unit in units)
     bound = int(budget.bits * weights / 8) if budget.bits is not None else budget.nbytes - beside
-    least = sum(min(_nbytes(plan, unit) for plan in plans) for unit in units)
+    for candidate in SMALLEST:
+        if bound < _least(plans, units) and candidate not in candidates:
+            candidates.append(candidate)
+            plans.append(planned(candidate))
+    least = _least(plans, units)
     most = sum(max(_nbytes(plan, unit) for plan in plans) for unit in units)
-    lattices = LATTICES if budget.lattice else LATTICES[:1] if bound < least else ()
-    candidates += [Candidate(format=fmt) for fmt in lattices]
-    plans += [planned(c) for c in candidates[len(plans) :]]
-    least = sum(min(_nbytes(plan, unit) for plan in plans) for unit in units)
     # Memory that is left over does no harm.
     if bound < least or (bound > most and budget.fit is None):
         raise BudgetError(budget.impossible(least + beside, most + beside, weights))

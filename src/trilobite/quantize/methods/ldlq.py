@@ -166,8 +166,7 @@ def _record(fmt: LatticeFormat, factor: float = 1.0, ratio: float = 1.0) -> Latt
     """Scales for weights of unit variance; factors are relative to those of RHO."""
     rho, second = RHO[fmt.codebook, fmt.bits]
     scale = 1 / (rho * factor)
-    two_stages = fmt.codebook == "e8p" and fmt.bits > 2  # 3 and 4 bits round what 2 bits leave
-    return LatticeRecord(format=fmt, scale=scale, second=scale / (second * ratio) if two_stages else 0.0)
+    return LatticeRecord(format=fmt, scale=scale, second=scale / (second * ratio) if fmt.two_stages else 0.0)
 
 
 def _quantizer(record: LatticeRecord) -> Quantizer:

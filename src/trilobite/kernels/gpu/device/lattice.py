@@ -87,7 +87,10 @@ def lattice_product(
         words = load_words(p_words, n, chunk, chunks, N, BITS, EVEN_K)
         x = load_activations(p_x, row, mask, c * KS * 128, K, KS, 128, "factored", EVEN_K)
         totals = tl.dot(ones(KS, 16, 128, DTYPE), x, totals, input_precision="ieee")
-        codes = _e8p(p_codes, words[0], words[1])
+        if BITS == 1:
+            codes = _lookup(p_codes + 256, words[0])
+        else:
+            codes = _e8p(p_codes, words[0], words[1])
         acc = tl.dot(operand(codes, 0, 128, 4, DTYPE, "factored"), x, acc, input_precision="ieee")
         if BITS > 2:
             if BITS == 3:
@@ -98,7 +101,7 @@ def lattice_product(
     total = tl.sum(tl.sum(totals, 1), 0)[None, :] / 16.0
     p_scales = p_slab + tl.multiple_of(tl.load(p_row + META), 32)
     scale = tl.load(p_scales).to(tl.float32, bitcast=True) / 2
-    made = _as_weights(tl.sum(acc, 0), total, scale, 7.5, DTYPE)
+    made = _as_weights(tl.sum(acc, 0), total, scale, 8.0 if BITS == 1 else 7.5, DTYPE)
     if BITS > 2:
         second = tl.load(p_scales + 1).to(tl.float32, bitcast=True) / 2
         made += _as_weights(tl.sum(rest, 0), total, second, 8.0 if BITS == 3 else 7.5, DTYPE)

@@ -9,7 +9,7 @@ pattern says (a table of 256 words) and of what the signs and the shift say:
 A lane t of a chunk holds codewords 4 j + t, j = 0 .. 3, of a row: the eight products of 16 columns of which it holds
 the elements. The columns of a chunk are permuted for that within 32 columns (`column_of`), and so are the activations.
 
-    word 0    byte j: pattern of codeword j
+    word 0    byte j: pattern of codeword j; 1 bit, the only word: entry of the 1-bit E8 codebook, as below
     word 1    bit 4 nibble + j: the lane of that nibble is negative in codeword j; nibble 0: the shift is +1/4
     word 2    3 bits: byte j: entry of the 1-bit E8 codebook for codeword j, (r - 8) / 2; 4 bits: words 0 and 1 of the
     word 3    second stage
@@ -67,7 +67,7 @@ def pack_codewords(codes: Tensor, bits: int) -> Tensor:
     n, blocks = codes.shape
     chunks = -(-blocks // CODEWORDS)
     codes = pad(codes, (0, chunks * CODEWORDS - blocks)).view(n, chunks, 4, LANES)
-    words = _stage_words(codes & 0xFFFF)
+    words = [_bytes(codes)] if bits == 1 else _stage_words(codes & 0xFFFF)
     if bits == 3:
         words.append(_bytes(codes >> 16))
     elif bits == 4:
@@ -96,7 +96,7 @@ def unpack_codewords(words: Tensor, k: int) -> Tensor:
     """
     chunks, bits, n, _ = words.shape
     parts = [w.long() & 0xFFFFFFFF for w in words.permute(1, 2, 0, 3)]  # each [N, C, LANES]
-    codes = _stage_codes(parts[0], parts[1])
+    codes = _unbytes(parts[0]) if bits == 1 else _stage_codes(parts[0], parts[1])
     if bits == 3:
         codes |= _unbytes(parts[2]) << 16
     elif bits == 4:
