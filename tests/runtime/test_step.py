@@ -22,6 +22,7 @@ from trilobite.kernels.layer import CpuSettings
 from trilobite.kernels.ops import Kind, attends
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.generate.cache import GrowingCache
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.linear import PackedLinear
@@ -109,6 +110,21 @@ def test_bits_of_every_architecture(kind: str, packed: Callable[[str], Path]) ->
     assert step.ready is not None
     assert step.compared == COMPARED
     assert_same(ours, conversation(plain(model)))
+
+
+def test_what_a_step_returns(packed: Callable[[str], Path]) -> None:
+    """An output like any that its class makes."""
+    model = load(str(packed("mixtral")))
+    _, cache = conversation(model, turns=1)
+    assert step_of(model).compared == COMPARED
+    with torch.inference_mode():
+        found = model(input_ids=tokens(1)[None], past_key_values=cache, use_cache=True)
+    made = type(found)(logits=found.logits, **{CACHE: cache})
+    assert vars(found) == vars(made)
+    assert list(found.items()) == list(made.items())
+    assert found[0] is found["logits"] is found.logits
+    assert found.to_tuple() == made.to_tuple()
+    assert found.loss is None
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])

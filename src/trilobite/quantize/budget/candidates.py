@@ -43,9 +43,11 @@ FORMATS: tuple[AnyFormat, ...] = tuple(
 )
 """Those on the convex hull of bytes against error that kernels run at full speed."""
 LATTICES = tuple(parse_format(f"e8p-{bits}") for bits in (2, 3, 4))
-"""Slower, and better for their bytes: where asked for."""
-SMALLEST = tuple(Candidate(format=parse_format(f"e8p-{bits}")) for bits in (2, 1))
-"""For budgets that all before them do not meet, one after the other."""
+"""Slower, and better for their bytes: where asked for. The first also for budgets that the others do not meet."""
+SMALLEST = parse_format("e8p-1")
+"""Where there is no room beside the first of these: some parts give, so that others can take."""
+ROOM = 1.05
+"""Bytes of a budget over the least without `SMALLEST` from which on that loses more than it gains (docs/results.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,6 @@ def ask(
     Raises BudgetError with the least and the most that is possible, and what `make_plan` raises.
     """
     candidates = [Candidate(format=fmt, rank=rank) for rank in ("", *budget.ranks) for fmt in FORMATS]
-    candidates += [Candidate(format=fmt) for fmt in LATTICES if budget.lattice]
 
     def planned(candidate: Candidate) -> Plan:
         rules = (*recipe.rules, candidate.rule(roles=BODY_ROLES), HEAD_RULE)
@@ -108,10 +109,12 @@ def ask(
     beside = _beside(source, plans[0], units, budget)
     weights = sum(unit.weights for unit in units)
     bound = int(budget.bits * weights / 8) if budget.bits is not None else budget.nbytes - beside
-    for candidate in SMALLEST:
-        if bound < _least(plans, units) and candidate not in candidates:
-            candidates.append(candidate)
-            plans.append(planned(candidate))
+    lattices = LATTICES if budget.lattice else LATTICES[:1] if bound < _least(plans, units) else ()
+    candidates += [Candidate(format=fmt) for fmt in lattices]
+    plans += [planned(c) for c in candidates[len(plans) :]]
+    if lattices and bound < ROOM * _least(plans, units):
+        candidates.append(Candidate(format=SMALLEST))
+        plans.append(planned(candidates[-1]))
     least = _least(plans, units)
     most = sum(max(_nbytes(plan, unit) for plan in plans) for unit in units)
     # Memory that is left over does no harm.

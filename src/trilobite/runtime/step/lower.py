@@ -207,9 +207,9 @@ class Lowering:
     def _torch_call(self, node: Node, args: Any, kwargs: Any) -> Run:
         """An operator that writes where its results belong, or whose results are copied there."""
         places = [self.place(o) for o in node.outputs]
-        found = _out_variant(node)
-        if found is not None:
-            return found[0], args, {**kwargs, **dict(zip(found[1], places, strict=True))}
+        function = _into(node)
+        if function is not None:
+            return function, args, {**kwargs, "out": _one_or_all(places)}
         return _Copied(node.what, places), args, kwargs
 
     def _module(self, node: Node) -> list[Any] | None:
@@ -282,31 +282,28 @@ class _Copied:
             place.copy_(t)
 
 
-def _out_variant(node: Node) -> tuple[Any, list[str]] | None:
-    """The overload of an operator that writes into given tensors, and their names; None where there is none."""
-    operator = node.what
-    names = [a.name for a in operator._schema.arguments]
-    for name in operator.overloadpacket.overloads():
-        other = getattr(operator.overloadpacket, name)
-        outs = [a for a in other._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        same = [a.name for a in other._schema.arguments if a not in outs]
-        if same != names or len(outs) != len(node.outputs) or not all(a.kwarg_only for a in outs):
-            continue
-        made = operator(*node.args, **node.kwargs)
-        places = [torch.empty_like(o) for o in node.outputs]
-        given = dict(zip((a.name for a in outs), places, strict=True))
-        try:
-            other(*node.args, **node.kwargs, **given)
-        except (
-            RuntimeError,
-            TypeError,
-            NotImplementedError,
-        ):  # not for these arguments: its results are copied
-            continue
-        pairs = zip(made if isinstance(made, tuple | list) else (made,), places, strict=True)
-        if all(same_bits(a, b) for a, b in pairs):
-            return other, list(given)
-    return None
+def _into(node: Node) -> Callable[..., Any] | None:
+    """torch's function for an operator, which takes `out=`; None where there is none with the same results.
+
+    It is found once: what looks an operator's arguments up in its schema at every call has, between two layers, code and
+    tables to fetch from memory, which takes longer than most of these operators.
+    """
+    name = node.what._schema.name.removeprefix("aten::")
+    function = getattr(torch._C._VariableFunctions, name, None) or getattr(torch._C._nn, name, None)
+    if function is None:
+        return None
+    places = [torch.empty_like(o) for o in node.outputs]
+    try:
+        function(*node.args, **node.kwargs, out=_one_or_all(places))
+    except (RuntimeError, TypeError, NotImplementedError):  # not for these arguments: its results are copied
+        return None
+    made = node.what(*node.args, **node.kwargs)
+    pairs = zip(made if isinstance(made, tuple | list) else (made,), places, strict=True)
+    return function if all(same_bits(a, b) for a, b in pairs) else None
+
+
+def _one_or_all(places: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    return places[0] if len(places) == 1 else tuple(places)
 
 
 @torch.inference_mode(False)
