@@ -163,7 +163,8 @@ struct Tier {
 // Codewords -> eight 4-bit codes, lane j in the low half of byte j, lane 4 + j in the high half (lattice_tables.cpp).
 struct LatticeTables {
   uint32_t pattern[256], sign[256], e8[256];
-  uint32_t high[16];  // sign[low + 16 * i] = sign[low] ^ high[i] for low < 16
+  uint32_t high[16];           // sign[low + 16 * i] = sign[low] ^ high[i] for low < 16
+  uint32_t middle[8], top[8];  // likewise of bits 3 to 5, and of bits 6 and 7, whatever bit 8 is
   // Byte by byte: those of pattern ^ sign[0] and of e8; sign ^ sign[0], which is linear over GF(2), as bits of a matrix.
   alignas(64) uint8_t pattern_bytes[4][256], e8_bytes[4][256];
   uint64_t flips[4];

@@ -109,6 +109,7 @@ LatticeTables::LatticeTables() {
   fill_patterns(pattern);
   fill_signs(sign);
   for (int i = 0; i < 16; i++) high[i] = sign[16 * i] ^ sign[0];
+  for (int i = 0; i < 8; i++) middle[i] = sign[8 * i] ^ sign[0], top[i] = high[i % 4 * 4];
   fill_e8(e8);
   for (int b = 0; b < 4; b++) {
     for (int i = 0; i < 256; i++) {

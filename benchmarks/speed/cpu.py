@@ -58,7 +58,7 @@ def rotations(layer: ExpertsShape, tokens: int, active: int) -> float:
 def lattice_layers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """QuIP#'s formats, exact mode: packed bytes a second, and what of the time rotations would be on one thread."""
     rows, data = [], []
-    for bits in (2,) if quick else (2, 3, 4):
+    for bits in (2,) if quick else (1, 2, 3, 4):
         experts, per_expert = make_lattice_layer(
             MIXTRAL, LatticeFormat(codebook="e8p", bits=bits, transform="hadamard")
         )

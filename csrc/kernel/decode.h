@@ -34,7 +34,7 @@ static inline void decode_steps(const uint8_t *p, int planes, Isa::Bytes c[COUNT
     decode_steps<BITS - SUPER, FROM, COUNT>(p, planes, c);
   } else if constexpr (BITS >= E8P) {
     Isa::Bytes v[4];
-    lattice_words<BITS>(p, 16 * planes, v);
+    lattice_words<BITS, FROM / 2, COUNT / 2>(p, 16 * planes, v);
     for (int i = 0; i < COUNT; i += 2) {
       c[i] = Isa::field<0, 4>(v[(FROM + i) / 2]);
       c[i + 1] = Isa::field<4, 4>(v[(FROM + i) / 2]);
