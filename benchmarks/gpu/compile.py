@@ -48,7 +48,7 @@ from trilobite.recipe import AnyFormat, LatticeFormat, parse_format
 
 ELEPHANTS = ("int4-channel-sym", "int8-channel-sym")
 """The per-channel formats of the elephants paper."""
-LATTICES = ("e8p-2", "e8p-3", "e8p-4")
+LATTICES = ("e8p-1", "e8p-2", "e8p-3", "e8p-4")
 PRESETS = ("int3-g64", "int4-g64", "int8-g64", "int2-g64")
 OTHERS = ("int3-g64-sym", "int3-g32", "int3-g128", "int2-g32", "int2-g16", "int3-channel", "int4-g32-sym")
 TYPES = {

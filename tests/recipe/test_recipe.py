@@ -91,7 +91,7 @@ def test_formats_have_names(fmt: AnyFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["e8p", "e8p-5", "e8p-2-g64", "grid-8", "e8p-2-hadamard", "grid-2-sym", "int3"]
+    "text", ["e8p", "e8p-5", "e8p-0", "grid-1", "e8p-2-g64", "grid-8", "e8p-2-hadamard", "grid-2-sym", "int3"]
 )
 def test_names_of_no_format_are_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(RecipeError, match=r"expected .*e8p"):
