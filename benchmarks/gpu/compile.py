@@ -118,7 +118,7 @@ def meta_weight(n: int, k: int, fmt: AnyFormat, rank: int, kind: str) -> PackedW
         for name, shape in shapes.items()
     }
     if isinstance(fmt, LatticeFormat):
-        parts["lattice"] = LatticeRecord(format=fmt, scale=1.0, second=float(fmt.bits > 2)).to_tensor()
+        parts["lattice"] = LatticeRecord(format=fmt, scale=1.0, second=float(fmt.two_stages)).to_tensor()
     return PackedWeight(shape=(n, k), **parts)
 
 

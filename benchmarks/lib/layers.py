@@ -75,7 +75,7 @@ def make_lattice_layer(layer: ExpertsShape, fmt: LatticeFormat) -> tuple[Experts
     """As `make_layer`, with random codewords; signs of a side depend on its length alone, as in checkpoints."""
     h, i = layer.hidden, layer.intermediate
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    record = LatticeRecord(format=fmt, scale=0.01, second=0.003 if fmt.bits > 2 else 0.0).to_tensor()
+    record = LatticeRecord(format=fmt, scale=0.01, second=0.003 if fmt.two_stages else 0.0).to_tensor()
     shapes = [stored_shapes(fmt, n, k) for n, k in ((i, h), (i, h), (h, i))]
     per_expert = sum(torch.Size(s).numel() for parts in shapes for s in parts.values())
     slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)

@@ -49,7 +49,7 @@ def lattice_weight(
     assert isinstance(fmt, LatticeFormat)
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << 8 * fmt.bits, (n, k // 8), generator=generator)
-    record = lattice.LatticeRecord(format=fmt, scale=0.037, second=0.011 if fmt.bits > 2 else 0.0)
+    record = lattice.LatticeRecord(format=fmt, scale=0.037, second=0.011 if fmt.two_stages else 0.0)
     signs_in, signs_out = draw_signs("hadamard", k, k), draw_signs("hadamard", n, n + 1)
     if tuned:
         signs_in, signs_out = (store_signs(1 + torch.randn(m, generator=generator) / 4) for m in (k, n))

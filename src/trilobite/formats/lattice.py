@@ -303,7 +303,7 @@ def unpack(packed: Tensor, fmt: LatticeFormat) -> Tensor:
     else:
         octets = list(packed[..., : 2 * ROWS].reshape(tile_rows, blocks, ROWS, -1).unbind(-1))
         if fmt.two_stages:
-            octets += packed[..., 2 * ROWS :].reshape(tile_rows, blocks, ROWS, fmt.bits - 2).unbind(-1)
+            octets += packed[..., 2 * ROWS :].reshape(tile_rows, blocks, ROWS, -1).unbind(-1)
     codes = octets[0].long()
     for i, octet in enumerate(octets[1:], 1):
         codes |= octet.long() << 8 * i

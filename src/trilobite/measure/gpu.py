@@ -72,7 +72,7 @@ def _around_one(*shape: int, device: torch.device) -> Tensor:
 def _random_lattice(n: int, k: int, fmt: LatticeFormat, device: torch.device) -> PackedWeight:
     """Any byte is a codeword; entries of a codebook have a variance of about one."""
     shape = stored_shapes(fmt, n, k)["packed"]
-    record = LatticeRecord(format=fmt, scale=0.02, second=0.006 if fmt.bits > 2 else 0.0)
+    record = LatticeRecord(format=fmt, scale=0.02, second=0.006 if fmt.two_stages else 0.0)
     return PackedWeight(
         shape=(n, k),
         packed=torch.randint(0, 256, shape, dtype=torch.uint8, device=device),
