@@ -1,29 +1,31 @@
-"""Whole models of a few true layers beside llama.cpp in the same minutes: tokens a second, of texts and of a prompt.
+"""Whole models of a few true layers beside llama.cpp and ik_llama.cpp in the same minutes: tokens a second.
 
-    python -m benchmarks.speed.peers PACKED.. --gguf FILE.. --llama [TIER=]FOLDER.. --page docs/performance.md
+    python -m benchmarks.speed.peers PACKED.. --gguf FILE.. --builds FOLDER --page docs/performance.md
 
 PACKED are folders that `trilobite compress` wrote, FILE those of `benchmarks.lib.gguf` with the same shapes, in the same
-order. Each FOLDER has llama.cpp's `llama-bench` and `llama-batched-bench`, built for one instruction set: TIER caps ours
-to the same one, as TRILOBITE_ISA does. Programs run in turns, `--rounds` times, a probe of the memory before each; the
-table has medians. tg: random tokens after an empty cache, one at a time; tg 8: of eight texts at a time, each after a
-prompt of 16 tokens. pp: a prompt of `--prompt` random tokens, of which the logits of the last are wanted, as in
-llama-bench. For those llama.cpp leaves out what its last layer would compute of the other tokens, so of L layers it
-computes about L - 1. The last line is JSON.
+order. FOLDER keeps the others' programs, which `benchmarks.lib.llama` builds where they are not there yet, for each of
+`--tiers` in turn; each caps ours to the same instruction set, as TRILOBITE_ISA does, and `native` is all that the
+processor has. Programs run in turns, `--rounds` times, a probe of the memory before each; the table has medians, and -
+where one does not run a model. tg: random tokens after an empty cache, one at a time; tg 8: of eight texts at a time,
+each after a prompt of 16 tokens. pp: a prompt of `--prompt` random tokens, of which the logits of the last are wanted,
+as in llama-bench. For those llama.cpp leaves out what its last layer would compute of the other tokens, so of L layers
+it computes about L - 1. The last line is JSON.
 """
 
 import argparse
-import json
+import itertools
 import statistics
-import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.lib.llama import IK, LLAMA, NATIVE, batched_bench, bench, build
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
 from trilobite.kernels.cpu import engine as cpu
@@ -32,7 +34,6 @@ from trilobite.runtime.load import load
 from trilobite.runtime.modules.swap import configure
 
 MARKER = "speed-peers"
-PEER = "llama.cpp"
 MODES = ("exact", "int8")
 PROBED = 512 << 20
 """Bytes that the probe reads."""
@@ -40,7 +41,23 @@ WARM = 8
 """Steps before those that are counted: in the first ones what is replayed afterwards is recorded and compared."""
 PROMPT = 16
 """Tokens of each text before those that are counted."""
-HEADER = ("model", "tier", "tokens/s", *MODES, PEER, *(f"{mode} / its" for mode in MODES), "probe GB/s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """project: of `benchmarks.lib.llama`    bench, batched: flags of its two programs."""
+
+    project: str
+    bench: tuple[str, ...] = ()
+    batched: tuple[str, ...] = ()
+
+
+PEERS = {
+    LLAMA: Peer(project=LLAMA),
+    IK: Peer(project=IK),
+    f"{IK} -rtr": Peer(project=IK, bench=("-rtr", "1"), batched=("-rtr",)),
+}
+"""By the name of the column; -rtr: weights are laid out for the kernels when the file is loaded."""
 
 
 @torch.inference_mode()
@@ -76,49 +93,38 @@ def _steps(model: Any, texts: int, cache: Any, tokens: int) -> float:
     return texts * tokens / (time.perf_counter() - started)
 
 
-def theirs(folder: Path, file: Path, options: argparse.Namespace, threads: int) -> dict[str, float]:
-    """The same by llama.cpp's programs, which have warmed themselves up before."""
-    speeds = llama_bench(folder, file, threads, prompt=options.prompt, tokens=options.tokens)
-    found = {"tg": speeds[True]}
-    if options.texts:
-        room = max(options.texts) * (PROMPT + options.tokens)
-        sizes = [
-            "-c",
-            room,
-            "-npp",
-            PROMPT,
-            "-ntg",
-            options.tokens,
-            "-npl",
-            ",".join(map(str, options.texts)),
-        ]
-        lines = _printed(
-            folder / "llama-batched-bench",
-            *("-m", file, "-t", threads, "-tb", threads, *sizes, "--output-format", "jsonl"),
-        ).splitlines()
-        rows = [json.loads(line) for line in lines if line.startswith("{")]
-        found |= {f"tg {row['pl']}": float(row["speed_tg"]) for row in rows}
-    return {**found, f"pp {options.prompt}": speeds[False]}
+def theirs(peer: Peer, tier: str, file: Path, options: argparse.Namespace) -> dict[str, float]:
+    """The same by the programs of another, which have warmed themselves up before; nothing where they do not run."""
+    programs, threads = build(peer.project, tier, options.builds), cpu.team(None)
+    try:
+        speeds = bench(
+            programs, file, threads=threads, prompt=options.prompt, tokens=options.tokens, flags=peer.bench
+        )
+        texts = {}
+        if options.texts:
+            texts = batched_bench(
+                programs,
+                file,
+                threads=threads,
+                texts=options.texts,
+                prompt=PROMPT,
+                tokens=options.tokens,
+                flags=peer.batched,
+            )
+    except RuntimeError as e:
+        print(e, flush=True)
+        return {}
+    alone = {"tg": speeds[True], f"pp {options.prompt}": speeds[False]}
+    return alone | {f"tg {number}": speed for number, speed in texts.items()}
 
 
-def llama_bench(folder: Path, file: Path, threads: int, *, prompt: int, tokens: int) -> dict[bool, float]:
-    """Tokens a second that llama.cpp's program reads (False) and writes (True), of which one may be none."""
-    sizes = ["-p", prompt, "-n", tokens, "-r", 1, "-o", "json"]
-    made = json.loads(_printed(folder / "llama-bench", "-m", file, "-t", threads, *sizes))
-    return {bool(row["n_gen"]): float(row["avg_ts"]) for row in made}
-
-
-def _printed(*command: object) -> str:
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
-
-
-def measure(folder: Path, file: Path, peer: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians of each program, and of the probe before it in GB/s."""
+def measure(folder: Path, file: Path, tier: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Medians of each program, and of the probe before it in GB/s; only the probe of one that does not run."""
     model, memory = load(str(folder)), torch.ones(PROBED, dtype=torch.uint8)
     programs: dict[str, Callable[[], dict[str, float]]] = {
         mode: partial(ours, model, mode, options) for mode in MODES
     }
-    programs[PEER] = partial(theirs, peer, file, options, cpu.team(None))
+    programs |= {name: partial(theirs, PEERS[name], tier, file, options) for name in options.peers}
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for _ in range(options.rounds):
         for name, run in programs.items():
@@ -130,21 +136,32 @@ def measure(folder: Path, file: Path, peer: Path, options: argparse.Namespace) -
     }
 
 
-def rows_of(title: str, tier: str, found: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
-    """Of the table: speeds, ours over theirs, probes."""
-    probes = [found[name]["probe"] for name in (*MODES, PEER)]
-    return [
-        (
-            title,
-            tier,
-            what,
-            *(f"{found[name][what]:.1f}" for name in (*MODES, PEER)),
-            *(f"{found[mode][what] / found[PEER][what]:.2f}" for mode in MODES),
-            f"{min(probes):.0f} to {max(probes):.0f}",
+def rows_of(
+    title: str, tier: str, found: Mapping[str, Mapping[str, float]], peers: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Of the table: speeds, ours over llama.cpp's and over the fastest other's, probes."""
+    probes = [speeds["probe"] for speeds in found.values()]
+    rows = []
+    for what in found[MODES[0]]:
+        if what == "probe":
+            continue
+        others = [found[name].get(what) for name in peers]
+        ratios = []
+        for mode in MODES:
+            first, best = others[0], max(filter(None, others), default=None)
+            ratios += [f"{found[mode][what] / other:.2f}" if other else "-" for other in (first, best)]
+        rows.append(
+            (
+                title,
+                tier,
+                what,
+                *(f"{found[mode][what]:.1f}" for mode in MODES),
+                *(f"{speed:.1f}" if speed else "-" for speed in others),
+                *ratios,
+                f"{min(probes):.0f} to {max(probes):.0f}",
+            )
         )
-        for what in found[PEER]
-        if what != "probe"
-    ]
+    return rows
 
 
 def main() -> None:
@@ -152,7 +169,9 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("packed", type=Path, nargs="+", help="packed models")
     options.add_argument("--gguf", type=Path, nargs="+", required=True, help="a file of each for llama.cpp")
-    options.add_argument("--llama", nargs="+", required=True, help="[TIER=] folder of its programs")
+    options.add_argument("--builds", type=Path, required=True, help="folder of the others' programs")
+    options.add_argument("--tiers", nargs="+", default=[NATIVE], help="instruction sets, one after another")
+    options.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), help="who beside us")
     options.add_argument("--prompt", type=int, default=512)
     options.add_argument("--tokens", type=int, default=64)
     options.add_argument("--texts", type=int, nargs="*", default=[8, 32], help="numbers of texts at a time")
@@ -165,18 +184,21 @@ def main() -> None:
         raise SystemExit(
             f"error: {len(args.packed)} packed models, but {len(args.gguf)} files; give one of each"
         )
+    for tier, peer in itertools.product(args.tiers, args.peers):
+        build(PEERS[peer].project, tier, args.builds)  # before anything is measured
     rows: list[tuple[str, ...]] = []
     summary = []
-    for build in args.llama:
-        cap, _, peer = build.rpartition("=")
-        tier = cpu.set_tier(cap or None)
+    for name in args.tiers:
+        tier = cpu.set_tier(None if name == NATIVE else name)
         for folder, file in zip(args.packed, args.gguf, strict=True):
-            found = measure(folder, file, Path(peer), args)
-            rows += rows_of(folder.name, tier, found)
+            found = measure(folder, file, name, args)
+            rows += rows_of(folder.name, tier, found, args.peers)
             summary.append({"model": folder.name, "tier": tier, **found})
             print(summary[-1], flush=True)
+    over = (f"{mode} / {other}" for mode in MODES for other in (args.peers[0], "best"))
+    header = ("model", "tier", "tokens/s", *MODES, *args.peers, *over, "probe GB/s")
     publish(
-        table(HEADER, rows),
+        table(header, rows),
         {"rows": summary},
         page=args.page,
         marker=of_machine(MARKER, args.machine),

@@ -1,13 +1,13 @@
 """How long does a whole model take to read a prompt, beside llama.cpp in the same minutes?
 
-    python -m benchmarks.speed.prompts --llama FOLDER --python ENV/bin/python --page docs/performance.md
+    python -m benchmarks.speed.prompts --builds FOLDER --python ENV/bin/python --page docs/performance.md
 
-FOLDER has llama.cpp's `llama-bench`, ENV the package gguf. Of a prompt whose last token alone is asked for, llama.cpp
-leaves out what its last layer would compute of the others: little of a whole model, most of one with two layers. So
-each shape is measured at two depths, and a whole model takes what the shallow one takes, and for each layer more what a
-layer takes: the difference. Both programs, in turns, `--rounds` times; medians of seconds. The peak is the arithmetic's
-(`measure_peak`), of the products of packed matrices alone: attention over the prompt, routing and norms come on top.
-The last line is JSON.
+FOLDER keeps llama.cpp's programs (`benchmarks.lib.llama`), ENV has the package gguf. Of a prompt whose last token alone
+is asked for, llama.cpp leaves out what its last layer would compute of the others: little of a whole model, most of one
+with two layers. So each shape is measured at two depths, and a whole model takes what the shallow one takes, and for
+each layer more what a layer takes: the difference. Both programs, in turns, `--rounds` times; medians of seconds. The
+peak is the arithmetic's (`measure_peak`), of the products of packed matrices alone: attention over the prompt, routing
+and norms come on top. The last line is JSON.
 """
 
 import argparse
@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from benchmarks.lib import gguf
+from benchmarks.lib.llama import LLAMA, NATIVE, bench, build
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import ROOT, add_machine, add_page, of_machine, parser, publish
 from benchmarks.lib.whole_models import SHAPES, packed_models
-from benchmarks.speed.peers import MODES, PEER, llama_bench, read_prompt
+from benchmarks.speed.peers import MODES, read_prompt
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings
 from trilobite.runtime.load import load
@@ -40,7 +41,7 @@ DEPTHS = {"mixtral": (1, 2, 32), "deepseek": (2, 4, 28)}
 """Layers of the two models, and of the one they stand for."""
 HEADER = (
     "whole model",
-    *(f"{mode}, tokens/s" for mode in (*MODES, PEER)),
+    *(f"{mode}, tokens/s" for mode in (*MODES, LLAMA)),
     *(f"{mode} / its" for mode in MODES),
 )
 SHARES = tuple(f"{mode} of peak" for mode in MODES)
@@ -55,12 +56,12 @@ def ours(model: Any, mode: str, prompt: int) -> float:
 
 def theirs(folder: Path, file: Path, threads: int, prompt: int) -> float:
     """Seconds, of a program that warms itself up."""
-    return prompt / llama_bench(folder, file, threads, prompt=prompt, tokens=0)[False]
+    return prompt / bench(folder, file, threads=threads, prompt=prompt, tokens=0)[False]
 
 
 def measure(name: str, work: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Median seconds of each program, at each depth and of a whole model ("whole")."""
-    threads = cpu.team(None)
+    threads, peer = cpu.team(None), build(LLAMA, NATIVE, args.builds)
     programs: dict[tuple[str, int], Callable[[], float]] = {}
     shallow, deep, whole = DEPTHS[name]
     for layers in (shallow, deep):
@@ -73,13 +74,13 @@ def measure(name: str, work: Path, args: argparse.Namespace) -> dict[str, dict[s
         subprocess.run(making, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
         for mode in MODES:
             programs[mode, layers] = partial(ours, model, mode, args.prompt)
-        programs[PEER, layers] = partial(theirs, args.llama, file, threads, args.prompt)
+        programs[LLAMA, layers] = partial(theirs, peer, file, threads, args.prompt)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(args.rounds):
         for key, run in programs.items():
             seconds[key].append(run())
     found = {}
-    for program in (*MODES, PEER):
+    for program in (*MODES, LLAMA):
         first, second = (statistics.median(seconds[program, layers]) for layers in (shallow, deep))
         layer = (second - first) / (deep - shallow)
         found[program] = {
@@ -103,7 +104,7 @@ def macs(name: str) -> int:
 def main() -> None:
     """Parse, measure, print."""
     options = parser(__doc__)
-    options.add_argument("--llama", type=Path, required=True, help="folder of llama.cpp's programs")
+    options.add_argument("--builds", type=Path, required=True, help="folder of llama.cpp's programs")
     options.add_argument("--python", type=Path, required=True, help="of an environment with gguf")
     options.add_argument("--shapes", nargs="+", choices=list(DEPTHS), default=list(DEPTHS))
     options.add_argument("--prompt", type=int, default=512)
@@ -123,8 +124,8 @@ def main() -> None:
             rows.append(
                 (
                     f"{SHAPES[name][1]}, {DEPTHS[name][2]} layers, {args.prompt} tokens",
-                    *(f"{speeds[program]:.2f}" for program in (*MODES, PEER)),
-                    *(f"{speeds[mode] / speeds[PEER]:.2f}" for mode in MODES),
+                    *(f"{speeds[program]:.2f}" for program in (*MODES, LLAMA)),
+                    *(f"{speeds[mode] / speeds[LLAMA]:.2f}" for mode in MODES),
                     *(f"{rates[mode] / peaks[mode]:.0%}" for mode in MODES),
                 )
             )

@@ -15,7 +15,7 @@ from support.calibrating import add_tokenizer, words
 from support.paths import ROOT
 
 from benchmarks.gpu import offload as gpu_offload
-from benchmarks.lib import divergence, packed
+from benchmarks.lib import divergence, llama, packed
 from benchmarks.lib.divergence import Found
 from benchmarks.lib.ggml_mixes import Shape, type_in_mix
 from benchmarks.lib.markdown import cells
@@ -377,16 +377,13 @@ def test_prompts_of_whole_models(
 ) -> None:
     """llama.cpp is not here: its programs take a second, and two with one layer more."""
     compress(str(model), tmp_path / "packed", load_recipe("rtn3"))
-    for name, does in {
-        "python": 'touch "$3"',
-        "llama-bench": r"""case "$2" in *-1.*) s=8;; *) s=4;; esac; echo "[{\"avg_ts\": $s, \"n_gen\": 0}]" """,
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
+    speed = r"""case "$2" in *-1.*) s=8;; *) s=4;; esac; echo "[{\"avg_ts\": $s, \"n_gen\": 0}]" """
+    _programs(tmp_path / "llama.cpp/native/bin", bench=speed)
+    _program(tmp_path / "python", 'touch "$3"')
     monkeypatch.setattr(
         prompts, "packed_models", lambda names, layers: ((n, tmp_path / "packed") for n in names)
     )
-    options = ("--llama", tmp_path, "--python", tmp_path / "python", "--prompt", 8, "--rounds", 1)
+    options = ("--builds", tmp_path, "--python", tmp_path / "python", "--prompt", 8, "--rounds", 1)
     found = run(prompts, "--shapes", "mixtral", *options)["mixtral"]
     assert found["seconds"]["llama.cpp"] == {"1 layers": 1, "2 layers": 2, "layer": 1, "whole": 32}
     assert found["GMAC/s"].keys() == {"exact", "int8"}
@@ -462,33 +459,48 @@ def test_speed_of_serving(run: Any, model: Path, tmp_path: Path) -> None:
     assert row["ratio"] == pytest.approx(row["serve"] / row["generate"], rel=0.01)
 
 
+def _program(path: Path, does: str) -> None:
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+
+
+def _programs(folder: Path, *, bench: str, batched: str = "exit 1") -> None:
+    """In the place of llama.cpp's."""
+    folder.mkdir(parents=True)
+    _program(folder / "llama-bench", bench)
+    _program(folder / "llama-batched-bench", batched)
+
+
 def test_speed_of_peers(run: Any, model: Path, tmp_path: Path) -> None:
-    """Beside programs that print what llama.cpp's print, in two tiers."""
+    """Beside programs that print what llama.cpp's and ik_llama.cpp's print, in two tiers; in one of them one fails."""
     alone = [{"n_prompt": 8, "n_gen": 0, "avg_ts": 64.0}, {"n_prompt": 0, "n_gen": 4, "avg_ts": 16.0}]
-    for name, printed in (("bench", alone), ("batched-bench", {"pl": 2, "speed_tg": 24.0})):
-        program = tmp_path / f"llama-{name}"
-        program.write_text(f"#!/bin/sh\necho '{json.dumps(printed)}'\n")
-        program.chmod(0o755)
+    texts = (
+        "|    PP |   TG |  B | S_TG t/s |\n|-------|------|----|----------|\n|     8 |    4 |  2 |    24.00 |"
+    )
+    for tier in ("native", "avx2"):
+        printing = {"bench": f"echo '{json.dumps(alone)}'", "batched": f"echo '{texts}'"}
+        _programs(tmp_path / "llama.cpp" / tier / "bin", **printing)
+        if tier == "avx2":
+            printing = {"bench": "echo loading >&2; echo unknown model >&2; exit 1"}
+        else:
+            printing["batched"] += " >&2"
+        _programs(tmp_path / "ik_llama.cpp" / tier / "bin", **printing)
     packed_model = tmp_path / "packed"
     compress(str(model), packed_model, load_recipe("rtn3"))
-    options = [
-        "--llama",
-        f"avx2={tmp_path}",
-        tmp_path,
-        "--prompt",
-        8,
-        "--tokens",
-        4,
-        "--texts",
-        2,
-        "--rounds",
-        1,
-    ]
-    found = run(speed_of_peers, packed_model, "--gguf", "none", *options)["rows"]
-    for row in found:
-        probe = row["llama.cpp"].pop("probe")
-        assert row["llama.cpp"] == {"tg": 16.0, "tg 2": 24.0, "pp 8": 64.0}
-        assert probe > 0
+    options = ["--builds", tmp_path, "--tiers", "avx2", "native", "--peers", "llama.cpp", "ik_llama.cpp"]
+    options += ["--prompt", 8, "--tokens", 4, "--texts", 2, "--rounds", 1]
+    report = tmp_path / "report.md"
+    found = run(speed_of_peers, packed_model, "--gguf", "none", *options, "-o", report)["rows"]
+    assert all(
+        program.pop("probe") > 0 for row in found for program in row.values() if isinstance(program, dict)
+    )
+    theirs = {"tg": 16.0, "tg 2": 24.0, "pp 8": 64.0}
+    assert [row["llama.cpp"] for row in found] == [theirs, theirs]
+    assert [row["ik_llama.cpp"] for row in found] == [{}, theirs]
+    with pytest.raises(RuntimeError, match="llama-bench: unknown model"):
+        llama.bench(tmp_path / "ik_llama.cpp/avx2/bin", Path("none"), threads=1, prompt=8, tokens=4)
+    column = [line.split("|")[7].strip() for line in report.read_text().splitlines()]
+    assert column[2:] == ["-", "-", "-", "16.0", "24.0", "64.0"]
     assert found[0]["tier"] in ("avx2", "neon", "scalar")
     assert found[1]["tier"] == engine.info()["tier"]
     assert all(
