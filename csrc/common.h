@@ -142,9 +142,10 @@ struct Tier {
                 float *out, int64_t ld);
   // fp32 -> dtype.
   void (*store)(const float *x, int64_t count, void *y, int dtype);
-  // Small operators of a step: element by element, and sums of rows.
+  // Small operators of a step: element by element, and of rows.
   void (*map)(const trilobite_step_node &n);
   void (*sum)(const trilobite_step_node &n);
+  void (*softmax)(const trilobite_step_node &n);
   // For probes: read bytes with wide loads and prefetch; do `rounds` independent products of the kind that a mode uses
   // for many tokens, and say how many multiply-accumulates of codes and activations that were.
   uint64_t (*read)(const uint8_t *p, int64_t bytes);

@@ -50,7 +50,7 @@ struct List {
   }
 
   void add_map() {
-    trilobite_step_node &n = add(pick(TRILOBITE_COPY, TRILOBITE_RSQRT));
+    trilobite_step_node &n = add(pick(TRILOBITE_COPY, TRILOBITE_SWISH));
     for (int d = 0; d < TRILOBITE_DIMENSIONS; d++) n.shape[d] = d < 3 ? pick(1, 4) : pick(1, 700);
     n.out = tensor(n.shape, pick(0, 2), false), n.a = tensor(n.shape, pick(0, 2), true), n.number = 2;
     if (pick(0, 3)) n.b = tensor(n.shape, pick(0, 2), true);
@@ -61,6 +61,25 @@ struct List {
     const int64_t rows = n.shape[2] = pick(1, 5), width = n.shape[3] = pick(1, 900);
     n.out = slot(4 * rows, TRILOBITE_F32), n.a = slot(4 * rows * width, TRILOBITE_F32);
     n.out.stride[2] = 1, n.a.stride[2] = width, n.a.stride[3] = 1, n.lanes = 4 << pick(0, 2), n.number = 3;
+  }
+  void add_softmax() {
+    trilobite_step_node &n = add(TRILOBITE_SOFTMAX);
+    const int64_t count = n.shape[2] = pick(1, 5), width = n.shape[3] = pick(1, 300);
+    n.out = slot(4 * count * width, TRILOBITE_F32), n.a = slot(4 * count * width, TRILOBITE_F32),
+    n.lanes = 4 << pick(0, 2);
+  }
+  void add_top() {
+    trilobite_step_node &n = add(TRILOBITE_TOP);
+    const int64_t count = n.shape[2] = pick(1, 3), width = n.shape[3] = pick(1, 600);
+    n.lanes = pick(1, pick(0, 1) || width < 9 ? width : 9), n.number = (float)pick(0, 1);
+    n.a = slot(4 * count * width, TRILOBITE_F32), n.out = slot(4 * count * n.lanes, TRILOBITE_F32);
+    n.b = slot(8 * count * n.lanes, 0);
+    if (!pick(0, 3)) ((float *)n.a.data)[pick(0, width - 1)] = NAN;
+  }
+  void add_number() {
+    trilobite_step_node &n = add(TRILOBITE_NUMBER);
+    n.out = slot(4, TRILOBITE_F32), n.b = slot(8, 0);
+    *(int64_t *)n.b.data = pick(0, 1) ? pick(0, 100000) : hostile();
   }
   void add_gather() {
     trilobite_step_node &n = add(TRILOBITE_GATHER);
@@ -129,13 +148,16 @@ struct List {
     // What some nodes point to is there once.
     bool linear = false, experts_there = false, attention = false;
     while (length-- > 0) {
-      const int64_t what = pick(0, 8);
+      const int64_t what = pick(0, 11);
       if (what == 5 && !linear) add_linear(), linear = true;
       else if (what == 6 && !experts_there) add_experts(), experts_there = true;
       else if (what == 7 && !attention) add_attention(), attention = true;
       else if (what == 4) add_gather();
       else if (what == 8) add_dense();
       else if (what == 3) add_sum();
+      else if (what == 9) add_softmax();
+      else if (what == 10) add_top();
+      else if (what == 11) add_number();
       else add_map();
     }
   }

@@ -1,10 +1,14 @@
 // A decoding step: nodes whose tensors keep their places, one after the other, without anything of Python in between.
 #include <string.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "dispatch.h"
 #include "engine.h"
 #include "matrix.h"
 #include "step.h"
+#include "workspace.h"
 
 namespace trilobite {
 namespace {
@@ -12,6 +16,30 @@ namespace {
 int refuse(const char *what, int64_t found, int64_t limit) {
   fail("step: %s %lld of %lld", what, (long long)found, (long long)limit);
   return TRILOBITE_REFUSED;
+}
+
+using Placed = std::pair<float, int64_t>;
+
+// As torch chooses (aten/src/ATen/native/TopKImpl.h), so that equal values come in its order.
+void top(const trilobite_step_node &n) {
+  const int64_t rows = n.shape[2], width = n.shape[3], count = n.lanes;
+  Placed *found = call_workspace().get<Placed>(width);
+  const auto larger = [](const Placed &x, const Placed &y) {
+    return (x.first != x.first && y.first == y.first) || x.first > y.first;
+  };
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t i = 0; i < width; i++) found[i] = {((const float *)n.a.data)[r * width + i], i};
+    if (count * 64 <= width) {
+      std::partial_sort(found, found + count, found + width, larger);
+    } else {
+      std::nth_element(found, found + count - 1, found + width, larger);
+      if (n.number != 0) std::sort(found, found + count - 1, larger);
+    }
+    for (int64_t i = 0; i < count; i++) {
+      ((float *)n.out.data)[r * count + i] = found[i].first;
+      ((int64_t *)n.b.data)[r * count + i] = found[i].second;
+    }
+  }
 }
 
 int gather(const trilobite_step_node &n) {
@@ -87,6 +115,9 @@ int dense(const trilobite_step_node &n, int64_t threads) {
 int run(const trilobite_step_node &n, int64_t threads) {
   switch (n.kind) {
     case TRILOBITE_SUM: return tier().sum(n), 0;
+    case TRILOBITE_SOFTMAX: return tier().softmax(n), 0;
+    case TRILOBITE_TOP: return top(n), 0;
+    case TRILOBITE_NUMBER: return *(float *)n.out.data = (float)*(const int64_t *)n.b.data, 0;
     case TRILOBITE_GATHER: return gather(n);
     case TRILOBITE_EXPERTS: return experts(n, threads);
     case TRILOBITE_APPEND: return append(n);

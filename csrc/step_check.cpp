@@ -75,6 +75,36 @@ bool check_sum(const Node &n) {
          apart(n.out, extent(n.out, out, 4), n.a, extent(n.a, in, 4));
 }
 
+bool check_softmax(const Node &n) {
+  const int64_t rows = n.shape[2], width = n.shape[3];
+  if (n.a.dtype != TRILOBITE_F32 || n.out.dtype != TRILOBITE_F32 || (n.lanes != 4 && n.lanes != 8 && n.lanes != 16))
+    return fail("softmax: not of fp32, or %lld lanes", (long long)n.lanes);
+  int64_t bytes;
+  if (rows < 1 || width < 1 || __builtin_mul_overflow(rows, width, &bytes) || __builtin_mul_overflow(bytes, 4, &bytes))
+    return fail("softmax: %lld rows of %lld values", (long long)rows, (long long)width);
+  return inside("operand", n.a.data, n.a.bytes, bytes, 4) && inside("result", n.out.data, n.out.bytes, bytes, 4) &&
+         apart(n.out, bytes, n.a, bytes);
+}
+
+bool check_top(const Node &n) {
+  const int64_t rows = n.shape[2], width = n.shape[3], count = n.lanes;
+  int64_t bytes;
+  if (n.a.dtype != TRILOBITE_F32 || n.out.dtype != TRILOBITE_F32) return fail("top: not of fp32");
+  if (rows < 1 || width < 1 || width > MOST_SIDE || count < 1 || count > width ||
+      __builtin_mul_overflow(rows, width, &bytes) || __builtin_mul_overflow(bytes, 8, &bytes))
+    return fail("top: %lld of %lld rows of %lld values", (long long)count, (long long)rows, (long long)width);
+  const int64_t in = rows * width * 4, values = rows * count * 4, places = rows * count * 8;
+  return inside("operand", n.a.data, n.a.bytes, in, 4) && inside("result", n.out.data, n.out.bytes, values, 4) &&
+         inside("places", n.b.data, n.b.bytes, places, 8) && apart(n.out, values, n.a, in) &&
+         apart(n.b, places, n.a, in) && apart(n.out, values, n.b, places);
+}
+
+bool check_number(const Node &n) {
+  return n.out.dtype == TRILOBITE_F32 ? inside("result", n.out.data, n.out.bytes, 4, 4) &&
+                                            inside("number", n.b.data, n.b.bytes, 8, 8) && apart(n.out, 4, n.b, 8)
+                                      : fail("number: not as fp32");
+}
+
 bool check_gather(const Node &n) {
   const int64_t rows = n.shape[2], width = n.shape[3];
   int64_t table;
@@ -141,6 +171,9 @@ bool check_dense(const Node &n) {
 bool check(const Node &n) {
   switch (n.kind) {
     case TRILOBITE_SUM: return check_sum(n);
+    case TRILOBITE_SOFTMAX: return check_softmax(n);
+    case TRILOBITE_TOP: return check_top(n);
+    case TRILOBITE_NUMBER: return check_number(n);
     case TRILOBITE_GATHER: return check_gather(n);
     case TRILOBITE_LINEAR: return check_linear(n);
     case TRILOBITE_EXPERTS: return check_calls(n);
@@ -148,7 +181,7 @@ bool check(const Node &n) {
     case TRILOBITE_ATTEND: return check_attend(n);
     case TRILOBITE_DENSE: return check_dense(n);
     default:
-      if (n.kind < TRILOBITE_COPY || n.kind > TRILOBITE_RSQRT) return fail("kind %lld", (long long)n.kind);
+      if (n.kind < TRILOBITE_COPY || n.kind > TRILOBITE_SWISH) return fail("kind %lld", (long long)n.kind);
       return check_map(n);
   }
 }

@@ -36,6 +36,6 @@ extern const Tier TRILOBITE_TIER;
 const Tier TRILOBITE_TIER = {TRILOBITE_TIER_NAME, 0,          parts_vectors, quantize_block, quantize_columns,
                              rows_vectors,        low_rank_v, low_rank_u,    activate,       attend,
                              attend_join,         dense_rows, store_floats,  map_elements,   sum_rows,
-                             read_bytes,          spin,       rotate,        quantize_tile,  quantize_span,
-                             Isa::LANES,          feed_back,  descend};
+                             softmax_rows,        read_bytes, spin,          rotate,         quantize_tile,
+                             quantize_span,       Isa::LANES, feed_back,     descend};
 }  // namespace trilobite

@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 15
+#define TRILOBITE_ABI 16
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -133,8 +133,8 @@ typedef struct {
 
 TRILOBITE_API int trilobite_dense(const trilobite_dense_args *args);
 
-// What a node of a decoding step does. Up to RSQRT: out = a op b, element by element, results rounded to the type of out;
-// then sums of rows, a row of a table, and the operators above on addresses that stay.
+// What a node of a decoding step does. Up to SWISH, x / (1 + e^-x): out = a op b, element by element, results rounded to the type of out;
+// then rows of numbers, a row of a table, and the operators above on addresses that stay.
 enum trilobite_step_kind {
   TRILOBITE_COPY = 0,
   TRILOBITE_ADD = 1,
@@ -144,13 +144,17 @@ enum trilobite_step_kind {
   TRILOBITE_NEGATE = 5,
   TRILOBITE_SQUARE = 6,
   TRILOBITE_RSQRT = 7,
-  TRILOBITE_SUM = 8,
-  TRILOBITE_GATHER = 9,
-  TRILOBITE_LINEAR = 10,
-  TRILOBITE_EXPERTS = 11,
-  TRILOBITE_APPEND = 12,
-  TRILOBITE_ATTEND = 13,
-  TRILOBITE_DENSE = 14
+  TRILOBITE_SWISH = 8,
+  TRILOBITE_SUM = 9,
+  TRILOBITE_SOFTMAX = 10,
+  TRILOBITE_TOP = 11,
+  TRILOBITE_NUMBER = 12,
+  TRILOBITE_GATHER = 13,
+  TRILOBITE_LINEAR = 14,
+  TRILOBITE_EXPERTS = 15,
+  TRILOBITE_APPEND = 16,
+  TRILOBITE_ATTEND = 17,
+  TRILOBITE_DENSE = 18
 };
 
 #define TRILOBITE_DIMENSIONS 4
@@ -172,6 +176,10 @@ typedef struct {
 // Element by element: over `shape`; b without data is `number`.
 // SUM: out [.., shape[2]] = sums of the dense rows of a, fp32, `shape[3]` wide, divided by `number`; torch adds up `lanes`
 //   values at a time.
+// SOFTMAX: out, dense rows as a has: shape[2] of shape[3] values, fp32; torch adds up `lanes` values at a time.
+// TOP: out [shape[2], lanes] = the largest of the dense rows of a [shape[2], shape[3]], fp32, and b, int64, where in their
+//   rows they are; in descending order unless `number` is 0.
+// NUMBER: out, one fp32, = *(int64_t *)b.
 // GATHER: out, `shape[3]` bytes, = row number *(int64_t *)b of a, which has `shape[2]` rows.
 // LINEAR: `call` is a trilobite_matrix; out = a W^T + b; neighbours that read the same a are one call. EXPERTS: a trilobite_experts_args, whose threads are those of the
 //   step unless positive.

@@ -32,15 +32,20 @@ SETS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """package: of the registry, whose source distribution has the sources in `folder`."""
+    """package: of the registry, whose source distribution has the sources in `folder`    options: of their build."""
 
     package: str
     folder: str
+    options: tuple[str, ...] = ()
 
 
 PROJECTS = {
     LLAMA: Project(package="llama-cpp-python==0.3.36", folder="vendor/llama.cpp"),
-    IK: Project(package="ik-llama-cpp-python==0.1.5", folder="vendor/ik_llama.cpp"),
+    IK: Project(
+        package="ik-llama-cpp-python==0.1.5",
+        folder="vendor/ik_llama.cpp",
+        options=("GGML_IQK_FA_ALL_QUANTS=OFF",),  # for caches in other types, most of its build
+    ),
 }
 
 
@@ -65,7 +70,7 @@ def build(name: str, tier: str, folder: Path) -> Path:
         if tier != NATIVE and tier not in SETS:
             raise SystemExit(f"error: no flags for tier {tier!r}; expected {NATIVE} or {', '.join(SETS)}")
         options = ["GGML_NATIVE=ON"] if tier == NATIVE else ["GGML_NATIVE=OFF"]
-        options += [f"GGML_{flag}=ON" for flag in SETS.get(tier, ())]
+        options += [*(f"GGML_{flag}=ON" for flag in SETS.get(tier, ())), *PROJECTS[name].options]
         options += ["CMAKE_BUILD_TYPE=Release", "LLAMA_CURL=OFF", "LLAMA_BUILD_TESTS=OFF"]
         configure = ["cmake", "-S", str(sources(name, folder)), "-B", str(made), *(f"-D{o}" for o in options)]
         subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)

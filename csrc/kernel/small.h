@@ -15,6 +15,29 @@ static void store_some(const trilobite_operand &o, uint8_t *at, int64_t count, c
   for (int64_t i = 0; i < count; i++) store_floats(x + i, 1, at + i * stride * size, (int)o.dtype);
 }
 
+static inline float two_to(int32_t n) {
+  const int32_t bits = (n + 127) << 23;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// e^x as torch's vectors have it (Sleef's expf within 1 ulp): x = q ln 2 + s, ln 2 in two parts, a polynomial of degree 7
+// with fused operations, then 2^q in two factors.
+static inline float torch_exp(float x) {
+  const float q = __builtin_rintf(x * 1.44269504088896340736f);
+  const float s = __builtin_fmaf(q, -1.428606765330187045e-06f, __builtin_fmaf(q, -0.693145751953125f, x));
+  float u = __builtin_fmaf(0.000198527617612853646f, s, 0.00139304355252534151f);
+  u = __builtin_fmaf(u, s, 0.00833336077630519867f);
+  u = __builtin_fmaf(u, s, 0.0416664853692054749f);
+  u = __builtin_fmaf(u, s, 0.166666671633720398f);
+  u = __builtin_fmaf(u, s, 0.5f);
+  u = 1.0f + __builtin_fmaf(s * s, u, s);
+  const int32_t whole = (int32_t)(q > -200.0f ? q < 200.0f ? q : 200.0f : -200.0f), half = whole >> 1;
+  u = u * two_to(half) * two_to(whole - half);
+  return x < -104.0f ? 0.0f : x > 100.0f ? INFINITY : u;
+}
+
 // a = a op b. One operation each, so nothing is contracted to a fused one.
 static inline void operate(int64_t kind, int64_t count, float *a, const float *b) {
   switch (kind) {
@@ -38,6 +61,9 @@ static inline void operate(int64_t kind, int64_t count, float *a, const float *b
       break;
     case TRILOBITE_RSQRT:
       for (int64_t i = 0; i < count; i++) a[i] = 1.0f / sqrtf(a[i]);
+      break;
+    case TRILOBITE_SWISH:
+      for (int64_t i = 0; i < count; i++) a[i] = a[i] / (1.0f + torch_exp(-a[i]));
       break;
     default: break;  // a copy
   }
@@ -109,6 +135,40 @@ template <int LANES> static float cascade_sum(const float *x, int64_t count) {
   for (int64_t j = vectors * LANES; j < count; j++) sum += x[j];
   for (int l = 0; l < LANES; l++) sum += acc[0][0][l];
   return sum;
+}
+
+// Values as torch's vectors of LANES reduce them: lane by lane, then the lanes in halves; a row shorter than a vector one
+// value after the other.
+template <int LANES> static float lanes_sum(const float *x, int64_t count) {
+  float acc[LANES] = {};
+  if (count < LANES) {
+    for (int64_t i = 0; i < count; i++) acc[0] = i ? acc[0] + x[i] : x[0];
+    return acc[0];
+  }
+  for (int l = 0; l < LANES; l++) acc[l] = x[l];
+  int64_t i = LANES;
+  for (; i + LANES <= count; i += LANES)
+    for (int l = 0; l < LANES; l++) acc[l] += x[i + l];
+  for (int l = 0; i + l < count; l++) acc[l] += x[i + l];
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int l = 0; l < half; l++) acc[l] += acc[l + half];
+  return acc[0];
+}
+
+// out [rows, width] = softmax of the dense rows of a, fp32.
+static void softmax_rows(const trilobite_step_node &n) {
+  const int64_t rows = n.shape[2], width = n.shape[3];
+  for (int64_t r = 0; r < rows; r++) {
+    const float *x = (const float *)n.a.data + r * width;
+    float *out = (float *)n.out.data + r * width, top = x[0];
+    for (int64_t i = 1; i < width; i++) top = x[i] > top ? x[i] : top;
+    for (int64_t i = 0; i < width; i++) out[i] = torch_exp(x[i] - top);
+    const float sum = n.lanes == 16  ? lanes_sum<16>(out, width)
+                      : n.lanes == 8 ? lanes_sum<8>(out, width)
+                                     : lanes_sum<4>(out, width);
+    const float share = 1.0f / sum;
+    for (int64_t i = 0; i < width; i++) out[i] *= share;
+  }
 }
 
 // out [rows] = sums of the dense rows of a [rows, width], fp32, divided by `number`. Rows shorter than a vector of `lanes`

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from trilobite.kernels import ops
+from trilobite.kernels.cpu.step import softmax_lanes
 from trilobite.kernels.layer import CpuSettings
 from trilobite.kernels.ops import Kind, attends
 from trilobite.quantize.run.compress import compress
@@ -143,6 +144,17 @@ def test_q_k_and_v_are_one_call(
     ]
     layers = model.config.num_hidden_layers
     assert sorted(runs) == [1] * (layers + 1) + [3] * layers  # o_proj and the head; q, k and v
+
+
+@pytest.mark.skipif(softmax_lanes() is None, reason="torch's softmax has bits that the library does not know")
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_a_step_is_few_calls(kind: str, packed: Callable[[str], Path]) -> None:
+    """Between two layers there is nothing of Python: cosines and sines are torch's, all else is the engine's."""
+    model = load(str(packed(kind)))
+    conversation(model, turns=1)
+    ready = step_of(model).ready
+    assert ready is not None
+    assert len(ready.steps) <= 5
 
 
 def test_what_is_written_meanwhile_is_read_in_order() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.cpu.step import sum_lanes
+from trilobite.kernels.cpu.step import softmax_lanes, sum_lanes
 from trilobite.kernels.ops import Kind
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
@@ -116,7 +116,90 @@ def test_another_order_of_sums_is_noticed() -> None:
     assert made[(4, 8, 16).index(lanes)] == x.sum(-1).item()
 
 
+@pytest.mark.skipif(softmax_lanes() is None, reason="torch's softmax has bits that the library does not know")
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 9, 15, 16, 17, 60, 64, 128, 160, 500])
+def test_softmax_of_rows(tier: str, width: int) -> None:
+    torch.manual_seed(width)
+    x = torch.cat([torch.randn(40, width) * scale for scale in (1, 10, 80)])
+    x[5] = 2.5
+    if width > 1:
+        x[3, width // 2] = -torch.inf
+    out = torch.empty_like(x)
+    run(ops.softmax_rows(out, x))
+    assert torch.equal(out, x.softmax(-1))
+
+
+@pytest.mark.skipif(softmax_lanes() is None, reason="torch's softmax has bits that the library does not know")
+def test_another_order_of_a_softmax_is_noticed() -> None:
+    torch.manual_seed(0)
+    x, out = torch.randn(100, 96) * 4, torch.empty(100, 96)
+    same = []
+    for lanes in (4, 8, 16):
+        run(ops.softmax_rows(out, x, lanes))
+        same.append(torch.equal(out, x.softmax(-1)))
+    assert same == [lanes == softmax_lanes() for lanes in (4, 8, 16)]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize(("width", "k"), [(1, 1), (8, 2), (60, 4), (64, 6), (128, 8), (600, 9), (600, 600)])
+def test_largest_of_rows(width: int, k: int, ordered: bool) -> None:
+    """Equal values, and what is no number, in torch's order."""
+    torch.manual_seed(width)
+    x = torch.cat((torch.randn(9, width), torch.randint(4, (9, width)), torch.zeros(1, width)))
+    x[2, width // 2] = torch.nan
+    values, places = torch.empty(len(x), k), torch.empty(len(x), k, dtype=torch.int64)
+    node = ops.top_of_rows(values, places, x, ordered=ordered)
+    if node is None:
+        pytest.skip("torch chooses in an order that the library does not know")
+    run(node)
+    expected = x.topk(k, sorted=ordered)
+    assert torch.equal(places, expected.indices)
+    assert torch.equal(values.nan_to_num(7), expected.values.nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_swish(tier: str, dtype: torch.dtype) -> None:
+    if not ops.has_silu(dtype):
+        pytest.skip("torch's silu has bits that the library does not know")
+    torch.manual_seed(0)
+    x = torch.randn(7, ops.FULL * 5).mul_(20).to(dtype)
+    x[0, :4] = torch.tensor([0.0, -0.0, -1000.0, 1000.0])
+    out = torch.empty_like(x)
+    run(ops.elementwise(Kind.SWISH, out, x))
+    assert torch.equal(out, torch.nn.functional.silu(x))
+
+
+def test_a_position_becomes_a_number() -> None:
+    out = torch.empty(1, 1, 1)
+    for position in (0, 1, 4097, (1 << 24) + 1, (1 << 40) + 12345):
+        x = torch.tensor([[[position]]])
+        run(ops.number(out, x))
+        assert torch.equal(out, x.float())
+
+
+def test_rows_outside_of_their_memory_are_refused() -> None:
+    x, values, places = torch.randn(3, 64), torch.empty(3, 6), torch.empty(3, 6, dtype=torch.int64)
+    for node, wrong in (
+        (ops.softmax_rows(torch.empty(3, 64), x, 8), {"lanes": 5}),
+        (ops.softmax_rows(torch.empty(3, 64), x, 8), {"shape": (1, 1, 4, 64)}),
+        (ops.top_of_rows(values, places, x, ordered=True), {"lanes": 65}),
+        (ops.top_of_rows(values, places, x, ordered=True), {"lanes": 7}),
+        (ops.top_of_rows(values, places, x, ordered=True), {"shape": (1, 1, 1 << 61, 64)}),
+        (ops.number(torch.empty(1), torch.tensor(3)), {"out": ops.StepNode().out}),
+    ):
+        assert node is not None
+        ops.program([node])
+        for name, value in wrong.items():
+            setattr(node, name, value)
+        with pytest.raises(ShapeError, match="node 0"):
+            ops.program([node])
+
+
 def test_what_the_library_does_not_do() -> None:
+    assert ops.softmax_rows(torch.empty(2, 8, dtype=torch.bfloat16), torch.randn(2, 8).bfloat16(), 8) is None
+    assert ops.number(torch.empty(1, dtype=torch.float64), torch.tensor(3)) is None
+    places = torch.empty(2, 3, dtype=torch.int64)
+    assert ops.top_of_rows(torch.empty(2, 3).half(), places, torch.randn(2, 8).half(), ordered=True) is None
     x = torch.randn(8)
     assert ops.elementwise(Kind.ADD, torch.empty(8, dtype=torch.int64), x, x) is None
     assert (

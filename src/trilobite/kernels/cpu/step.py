@@ -32,17 +32,23 @@ class Kind(IntEnum):
     NEGATE = 5
     SQUARE = 6
     RSQRT = 7
-    SUM = 8
-    GATHER = 9
-    LINEAR = 10
-    EXPERTS = 11
-    APPEND = 12
-    ATTEND = 13
-    DENSE = 14
+    SWISH = 8
+    SUM = 9
+    SOFTMAX = 10
+    TOP = 11
+    NUMBER = 12
+    GATHER = 13
+    LINEAR = 14
+    EXPERTS = 15
+    APPEND = 16
+    ATTEND = 17
+    DENSE = 18
 
 
 MOST_SUMMED = 1 << 15
 """From so many values on torch shares a sum among its threads."""
+FULL = 64
+"""Values, or multiples of them, that fill torch's vectors: what is left it computes one by one, and otherwise."""
 
 
 def operand(t: Tensor, strides: Sequence[int] = (), dtype: int = 0) -> native.Operand:
@@ -113,6 +119,40 @@ def row_sums(out: Tensor, a: Tensor, number: float, lanes: int | None = None) ->
     return native.StepNode(Kind.SUM, shape, *operands, lanes=lanes, number=number)
 
 
+def softmax_rows(out: Tensor, a: Tensor, lanes: int | None = None) -> native.StepNode | None:
+    """out = softmax of a over the last dimension with torch's bits; None where the library does not do that.
+
+    out, a: [.., N], dense fp32    lanes: default those of torch's kernel
+    """
+    lanes = lanes or softmax_lanes()
+    fits = out.shape == a.shape and a.dim() and out.numel()
+    dense = a.is_contiguous() and out.is_contiguous() and a.dtype == out.dtype == torch.float32
+    if lanes is None or not fits or not dense:
+        return None
+    shape = 1, 1, a.numel() // a.shape[-1], a.shape[-1]
+    return native.StepNode(Kind.SOFTMAX, shape, dense_operand(out), dense_operand(a), lanes=lanes)
+
+
+def top_of_rows(values: Tensor, places: Tensor, a: Tensor, *, ordered: bool) -> native.StepNode | None:
+    """values, places = a.topk(k, sorted=ordered); None where the library does not do that.
+
+    values: [.., k], dense fp32    places: [.., k], dense int64    a: [.., N], dense fp32
+    """
+    dense = values.is_contiguous() and places.is_contiguous() and a.is_contiguous()
+    if not dense or not values.dtype == a.dtype == torch.float32 or not values.numel() or not _chooses():
+        return None
+    shape = 1, 1, a.numel() // a.shape[-1], a.shape[-1]
+    parts = dense_operand(values), dense_operand(a), operand(places)
+    return native.StepNode(Kind.TOP, shape, *parts, lanes=values.shape[-1], number=float(ordered))
+
+
+def number(out: Tensor, a: Tensor) -> native.StepNode | None:
+    """out, one fp32 number, = a, one int64; None for other types."""
+    if out.dtype != torch.float32 or a.dtype != torch.int64 or out.numel() != 1 or a.numel() != 1:
+        return None
+    return native.StepNode(Kind.NUMBER, (), dense_operand(out), native.Operand(), operand(a))
+
+
 def gather(out: Tensor, table: Tensor, index: Tensor) -> native.StepNode:
     """out = the row of a table [rows, ..] that index, one int64, says; all dense."""
     width = out.numel() * out.element_size()
@@ -174,6 +214,61 @@ def run_nodes(nodes: Any, count: int) -> None:
     _lib.trilobite_step(nodes, count, team(None))
 
 
+def _does(node: native.StepNode | None) -> None:
+    assert node is not None
+    run_nodes(program([node]), 1)
+
+
+@cache
+def softmax_lanes() -> int | None:
+    """How many values torch's softmax adds up side by side on this processor; None where its bits are other ones."""
+    generator = torch.Generator().manual_seed(0)
+    widths = (1, 2, 4, 6, 8, 10, 16, 24, 32, 60, 64, 72, 128, 160, 256, 384, 512)
+    rows = [torch.randn(20, width, generator=generator).mul_(4) for width in widths]
+    for lanes in (16, 8, 4) if _lib is not None else ():
+        for x in rows:
+            out = torch.empty_like(x)
+            _does(softmax_rows(out, x, lanes))
+            if not torch.equal(out, x.softmax(-1)):
+                break
+        else:
+            return lanes
+    return None
+
+
+@cache
+def _chooses() -> bool:
+    """Whether torch's `topk` takes equal values in the library's order."""
+    generator = torch.Generator().manual_seed(0)
+    for width, k in ((8, 2), (64, 1), (64, 6), (64, 64), (128, 8), (256, 4), (512, 8), (513, 8)):
+        for levels in (3, width, 1 << 20):
+            x = torch.randint(levels, (20, width), generator=generator).float()
+            for ordered in (True, False):
+                values, places = torch.empty(20, k), torch.empty(20, k, dtype=torch.int64)
+                shape = 1, 1, 20, width
+                parts = dense_operand(values), dense_operand(x), operand(places)
+                _does(native.StepNode(Kind.TOP, shape, *parts, lanes=k, number=float(ordered)))
+                expected = x.topk(k, sorted=ordered)
+                if not torch.equal(values, expected[0]) or not torch.equal(places, expected[1]):
+                    return False
+    return True
+
+
+@cache
+def has_silu(dtype: torch.dtype) -> bool:
+    """Whether `silu` of so many values as fill torch's vectors has torch's bits."""
+    if _lib is None or dtype not in DTYPES:
+        return False
+    x = torch.randn(1 << 15, generator=torch.Generator().manual_seed(0)).mul_(8).to(dtype)
+    if dtype != torch.float32:  # all there are
+        x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+        x = torch.where(x.isfinite(), x, 0)
+    expected = torch.cat([torch.nn.functional.silu(part) for part in x.view(-1, FULL)])
+    out = torch.empty_like(x)
+    _does(elementwise(Kind.SWISH, out, x))
+    return torch.equal(out, expected)
+
+
 @cache
 def sum_lanes() -> int | None:
     """How many values torch's kernel adds up side by side on this processor; None where it adds up otherwise."""
@@ -183,9 +278,7 @@ def sum_lanes() -> int | None:
     for lanes in (16, 8, 4) if _lib is not None else ():
         for x in rows:
             out = torch.empty(2)
-            node = row_sums(out, x, 1.0, lanes)
-            assert node is not None
-            run_nodes(program([node]), 1)
+            _does(row_sums(out, x, 1.0, lanes))
             if not torch.equal(out, x.sum(-1)) or not torch.equal(out[:1], x[:1].sum(-1)):
                 break
         else:

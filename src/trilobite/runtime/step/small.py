@@ -18,6 +18,8 @@ def small_nodes(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Tensor, ...]
 ) -> Nodes:
     """Nodes that do what an operator did, on these places; None where the engine does not do that with the same bits."""
+    if operator == aten.topk.default:
+        return _top(outputs, args, kwargs)
     found = _OPERATORS.get(operator)
     if found is None or len(outputs) != 1:
         return None
@@ -47,6 +49,30 @@ def _meet(a: Tensor, b: Tensor) -> bool:
         for t in (a, b)
     ]
     return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+
+
+def _top(outputs: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    x, dim, largest, ordered = args[0], *(*args[2:], *(-1, True, True)[len(args) - 2 :])
+    if kwargs or dim not in (-1, x.dim() - 1) or not largest:
+        return None
+    values, places = outputs
+    return _one(ops.top_of_rows(values, places, x, ordered=ordered))
+
+
+def _softmax(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    x, dim, *half = args
+    return None if any(half) or dim not in (-1, x.dim() - 1) else _one(ops.softmax_rows(out, x))
+
+
+def _silu(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    dense = out.is_contiguous() and args[0].is_contiguous()
+    if not dense or out.numel() % ops.FULL or out.numel() > ops.MOST_SUMMED or not ops.has_silu(out.dtype):
+        return None
+    return _unary(Kind.SWISH)(out, args, kwargs)
+
+
+def _to_copy(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    return _one(ops.number(out, args[0])) if args[0].dtype == torch.int64 else _copy(out, args, kwargs)
 
 
 def _copy(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
@@ -140,13 +166,15 @@ def _embedding(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 _OPERATORS: dict[Any, Callable[..., Nodes]] = {
-    aten._to_copy.default: _copy,
+    aten._to_copy.default: _to_copy,
     aten.clone.default: _copy,
     aten.copy_.default: _copy_into,
     aten.cat.default: _cat,
     aten.embedding.default: _embedding,
     torch.ops.trilobite.dense_linear.default: _dense,
     torch.ops.trilobite.dense_heads.default: _dense,
+    aten._softmax.default: _softmax,
+    aten.silu.default: _silu,
     aten.neg.default: _unary(Kind.NEGATE),
     aten.pow.Tensor_Scalar: _square,
     aten.rsqrt.default: _rsqrt,

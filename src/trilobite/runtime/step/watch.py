@@ -86,8 +86,9 @@ class Watch:
         for own, residence, binding in self.packed:
             if own["residence"] is not residence or residence.binding is not binding:
                 return False
-        same = self.binding.holds(*self.fixed) and not self.model.training
-        return same and all(now == then for now, then in self.configs)
+        with torch._C.DisableTorchFunctionSubclass():  # a router's weight would run Python for each question
+            same = self.binding.holds(*self.fixed)
+        return same and not self.model.training and all(now == then for now, then in self.configs)
 
     def _holds_all(self) -> bool:
         return not any(self.hooks) and all(holder.get(name) is value for holder, name, value in self.held)
