@@ -11,6 +11,8 @@ from trilobite.runtime.step.trace import NotNow, Unsuited
 
 ROOM = 64
 """Least rows of room for more; or a fourth of those that are there."""
+AHEAD = 16
+"""Steps whose views are made at once: one alone has its code to fetch from memory, between two tokens."""
 
 
 class Rows:
@@ -31,6 +33,7 @@ class Rows:
         self.joined = joined
         self.native = ops.StepCache()
         self.views: tuple[Tensor, Tensor] | None = None
+        self.ahead: list[tuple[Tensor, Tensor]] = []
 
     def follow(self, layer: Any) -> None:
         """Hold what the layer holds, and have room for one more row."""
@@ -62,6 +65,7 @@ class Rows:
         self.keys[:, :, :length] = keys
         self.values[:, :, :length] = values
         self.numbers = torch.arange(capacity)
+        self.ahead = []
         native = self.native
         native.k, native.v, native.rows = key.data_ptr(), value.data_ptr(), self.numbers.data_ptr()
         native.end, native.capacity, native.limit = length, capacity, capacity
@@ -70,13 +74,22 @@ class Rows:
 
     def advance(self, layer: Any) -> None:
         """Show the layer the row that was written."""
-        end = self.native.end
-        first = 0
         if layer.is_sliding:
-            first = max(0, end + 1 - layer.sliding_window)
             layer.cumulative_length += 1
-        self.views = self.keys.narrow(2, first, end - first), self.values.narrow(2, first, end - first)
+        if not self.ahead:
+            self._look_ahead(layer.sliding_window if layer.is_sliding else self.native.capacity + 1)
+        self.views = self.ahead.pop()
         layer.keys, layer.values = self.views
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _look_ahead(self, window: int) -> None:
+        """What the layer will show from now on, the next step last. window: rows that a token sees, itself included."""
+        end = self.native.end
+        for last in reversed(range(end, min(end + AHEAD, self.native.capacity + 1))):
+            first = max(0, last + 1 - window)
+            rows = 2, first, last - first
+            self.ahead.append((self.keys.narrow(*rows), self.values.narrow(*rows)))
 
     def lie_in(self, keys: Tensor, values: Tensor, index: Tensor) -> None:
         """Be the rows of others' memory that index says, the last of them for the new token.
