@@ -58,7 +58,7 @@ def sources(name: str, folder: Path) -> Path:
         subprocess.run([sys.executable, "-m", "pip", "-q", *command], check=True)
         (archive,) = download.glob("*.tar.gz")
         shutil.unpack_archive(archive, download, filter="data")
-        next(download.glob("*/")).rename(kept)
+        next(path for path in download.iterdir() if path.is_dir()).rename(kept)
         shutil.rmtree(download)
     return kept / project.folder
 
@@ -71,7 +71,12 @@ def build(name: str, tier: str, folder: Path) -> Path:
             raise SystemExit(f"error: no flags for tier {tier!r}; expected {NATIVE} or {', '.join(SETS)}")
         options = ["GGML_NATIVE=ON"] if tier == NATIVE else ["GGML_NATIVE=OFF"]
         options += [*(f"GGML_{flag}=ON" for flag in SETS.get(tier, ())), *PROJECTS[name].options]
-        options += ["CMAKE_BUILD_TYPE=Release", "LLAMA_CURL=OFF", "LLAMA_BUILD_TESTS=OFF"]
+        options += [
+            "CMAKE_BUILD_TYPE=Release",
+            "BUILD_SHARED_LIBS=ON",
+            "LLAMA_CURL=OFF",
+            "LLAMA_BUILD_TESTS=OFF",
+        ]
         configure = ["cmake", "-S", str(sources(name, folder)), "-B", str(made), *(f"-D{o}" for o in options)]
         subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
         jobs = str(len(os.sched_getaffinity(0)))

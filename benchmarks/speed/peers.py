@@ -131,7 +131,7 @@ def measure(folder: Path, file: Path, tier: str, options: argparse.Namespace) ->
             probe = cpu.measure_read_bandwidth(memory)
             found[name].append({**run(), "probe": probe})
     return {
-        program: {what: statistics.median(run[what] for run in runs) for what in runs[0]}
+        program: {what: statistics.median(run[what] for run in runs) for what in min(runs, key=len)}
         for program, runs in found.items()
     }
 
