@@ -64,17 +64,18 @@ struct List {
   }
   void add_softmax() {
     trilobite_step_node &n = add(TRILOBITE_SOFTMAX);
-    const int64_t count = n.shape[2] = pick(1, 5), width = n.shape[3] = pick(1, 300);
-    n.out = slot(4 * count * width, TRILOBITE_F32), n.a = slot(4 * count * width, TRILOBITE_F32),
-    n.lanes = 4 << pick(0, 2);
+    const int64_t count = n.shape[2] = pick(1, 5), width = n.shape[3] = pick(1, pick(0, 1) ? 8 : 300);
+    const int64_t dtype = width > 8 ? TRILOBITE_F32 : pick(0, 2), bytes = size_of(dtype) * count * width;
+    n.out = slot(bytes, dtype), n.a = slot(bytes, dtype), n.lanes = 4 << pick(0, 2);
   }
   void add_top() {
     trilobite_step_node &n = add(TRILOBITE_TOP);
     const int64_t count = n.shape[2] = pick(1, 3), width = n.shape[3] = pick(1, 600);
     n.lanes = pick(1, pick(0, 1) || width < 9 ? width : 9), n.number = (float)pick(0, 1);
-    n.a = slot(4 * count * width, TRILOBITE_F32), n.out = slot(4 * count * n.lanes, TRILOBITE_F32);
+    const int64_t dtype = pick(0, 2), size = size_of(dtype);
+    n.a = slot(size * count * width, dtype), n.out = slot(size * count * n.lanes, dtype);
     n.b = slot(8 * count * n.lanes, 0);
-    if (!pick(0, 3)) ((float *)n.a.data)[pick(0, width - 1)] = NAN;
+    if (dtype == TRILOBITE_F32 && !pick(0, 3)) ((float *)n.a.data)[pick(0, width - 1)] = NAN;
   }
   void add_number() {
     trilobite_step_node &n = add(TRILOBITE_NUMBER);
@@ -121,6 +122,7 @@ struct List {
     const int64_t heads = n.shape[0] = pick(0, 1) ? 1 : pick(1, 4), dtype = pick(0, 2), size = heads * size_of(dtype);
     n.out = slot(tokens * count * size, dtype), n.a = slot(tokens * k * size, dtype),
     n.b = slot(count * k * size, dtype);
+    if (pick(0, 1)) n.c = slot(count * size, dtype);
   }
   // A new row, and attention over all of them.
   void add_attention() {
@@ -210,7 +212,7 @@ struct List {
         break;
       }
       case 5: n.shape[pick(0, 3)] = hostile(); break;
-      default: break_operand(pick(0, 2) == 0 ? n.out : pick(0, 1) ? n.a : n.b);
+      default: break_operand(pick(0, 3) == 0 ? n.out : pick(0, 2) == 0 ? n.c : pick(0, 1) ? n.a : n.b);
     }
   }
 };

@@ -6,6 +6,7 @@
 
 #include "dispatch.h"
 #include "engine.h"
+#include "kernel_convert.h"
 #include "matrix.h"
 #include "step.h"
 #include "workspace.h"
@@ -27,8 +28,10 @@ void top(const trilobite_step_node &n) {
   const auto larger = [](const Placed &x, const Placed &y) {
     return (x.first != x.first && y.first == y.first) || x.first > y.first;
   };
+  const int64_t size = size_of(n.a.dtype);
   for (int64_t r = 0; r < rows; r++) {
-    for (int64_t i = 0; i < width; i++) found[i] = {((const float *)n.a.data)[r * width + i], i};
+    const auto *row = (const uint8_t *)n.a.data + r * width * size;
+    for (int64_t i = 0; i < width; i++) found[i] = {element(row, (int)n.a.dtype, i), i};
     if (count * 64 <= width) {
       std::partial_sort(found, found + count, found + width, larger);
     } else {
@@ -36,7 +39,7 @@ void top(const trilobite_step_node &n) {
       if (n.number != 0) std::sort(found, found + count - 1, larger);
     }
     for (int64_t i = 0; i < count; i++) {
-      ((float *)n.out.data)[r * count + i] = found[i].first;
+      memcpy((uint8_t *)n.out.data + (r * count + i) * size, row + found[i].second * size, size);
       ((int64_t *)n.b.data)[r * count + i] = found[i].second;
     }
   }
@@ -107,7 +110,7 @@ int attend(const trilobite_step_node &n, int64_t threads) {
 
 int dense(const trilobite_step_node &n, int64_t threads) {
   trilobite_dense_args a{};
-  a.x = n.a.data, a.w = n.b.data, a.y = n.out.data, a.dtype = n.a.dtype;
+  a.x = n.a.data, a.w = n.b.data, a.bias = n.c.data, a.y = n.out.data, a.dtype = n.a.dtype;
   a.heads = n.shape[0], a.tokens = n.shape[1], a.n = n.shape[2], a.k = n.shape[3], a.threads = threads;
   return trilobite_dense(&a);
 }

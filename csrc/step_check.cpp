@@ -77,24 +77,27 @@ bool check_sum(const Node &n) {
 
 bool check_softmax(const Node &n) {
   const int64_t rows = n.shape[2], width = n.shape[3];
-  if (n.a.dtype != TRILOBITE_F32 || n.out.dtype != TRILOBITE_F32 || (n.lanes != 4 && n.lanes != 8 && n.lanes != 16))
-    return fail("softmax: not of fp32, or %lld lanes", (long long)n.lanes);
+  if (!known_dtype(n.a.dtype) || n.out.dtype != n.a.dtype || (n.lanes != 4 && n.lanes != 8 && n.lanes != 16))
+    return fail("softmax: unknown element type or several, or %lld lanes", (long long)n.lanes);
+  const int64_t size = size_of(n.a.dtype);
   int64_t bytes;
-  if (rows < 1 || width < 1 || __builtin_mul_overflow(rows, width, &bytes) || __builtin_mul_overflow(bytes, 4, &bytes))
+  if (rows < 1 || width < 1 || (size < 4 && width > SHORT_ROW) || __builtin_mul_overflow(rows, width, &bytes) ||
+      __builtin_mul_overflow(bytes, size, &bytes))
     return fail("softmax: %lld rows of %lld values", (long long)rows, (long long)width);
-  return inside("operand", n.a.data, n.a.bytes, bytes, 4) && inside("result", n.out.data, n.out.bytes, bytes, 4) &&
+  return inside("operand", n.a.data, n.a.bytes, bytes, size) && inside("result", n.out.data, n.out.bytes, bytes, size) &&
          apart(n.out, bytes, n.a, bytes);
 }
 
 bool check_top(const Node &n) {
   const int64_t rows = n.shape[2], width = n.shape[3], count = n.lanes;
   int64_t bytes;
-  if (n.a.dtype != TRILOBITE_F32 || n.out.dtype != TRILOBITE_F32) return fail("top: not of fp32");
+  if (!known_dtype(n.a.dtype) || n.out.dtype != n.a.dtype) return fail("top: unknown element type, or several");
   if (rows < 1 || width < 1 || width > MOST_SIDE || count < 1 || count > width ||
       __builtin_mul_overflow(rows, width, &bytes) || __builtin_mul_overflow(bytes, 8, &bytes))
     return fail("top: %lld of %lld rows of %lld values", (long long)count, (long long)rows, (long long)width);
-  const int64_t in = rows * width * 4, values = rows * count * 4, places = rows * count * 8;
-  return inside("operand", n.a.data, n.a.bytes, in, 4) && inside("result", n.out.data, n.out.bytes, values, 4) &&
+  const int64_t size = size_of(n.a.dtype), in = rows * width * size, values = rows * count * size;
+  const int64_t places = rows * count * 8;
+  return inside("operand", n.a.data, n.a.bytes, in, size) && inside("result", n.out.data, n.out.bytes, values, size) &&
          inside("places", n.b.data, n.b.bytes, places, 8) && apart(n.out, values, n.a, in) &&
          apart(n.b, places, n.a, in) && apart(n.out, values, n.b, places);
 }
@@ -164,6 +167,11 @@ bool check_dense(const Node &n) {
     return fail("dense: %lld tokens, %lld matrices of [%lld, %lld]", (long long)tokens, (long long)heads,
                 (long long)rows, (long long)k);
   const int64_t x = heads * tokens * k * size, w = heads * rows * k * size, y = heads * tokens * rows * size;
+  if (n.c.data != nullptr) {
+    const int64_t c = heads * rows * size;
+    if (n.c.dtype != n.a.dtype) return fail("dense: a bias of another type");
+    if (!inside("bias", n.c.data, n.c.bytes, c, size) || !apart(n.out, y, n.c, c)) return false;
+  }
   return inside("operand", n.a.data, n.a.bytes, x, size) && inside("matrix", n.b.data, n.b.bytes, w, size) &&
          inside("result", n.out.data, n.out.bytes, y, size) && apart(n.out, y, n.a, x) && apart(n.out, y, n.b, w);
 }

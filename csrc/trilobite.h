@@ -176,9 +176,10 @@ typedef struct {
 // Element by element: over `shape`; b without data is `number`.
 // SUM: out [.., shape[2]] = sums of the dense rows of a, fp32, `shape[3]` wide, divided by `number`; torch adds up `lanes`
 //   values at a time.
-// SOFTMAX: out, dense rows as a has: shape[2] of shape[3] values, fp32; torch adds up `lanes` values at a time.
-// TOP: out [shape[2], lanes] = the largest of the dense rows of a [shape[2], shape[3]], fp32, and b, int64, where in their
-//   rows they are; in descending order unless `number` is 0.
+// SOFTMAX: out, dense rows as a has: shape[2] of shape[3] values, of fp32, where torch adds up `lanes` values at a time, or
+//   up to 8 values of fewer bits.
+// TOP: out [shape[2], lanes] = the largest of the dense rows of a [shape[2], shape[3]], of one type, and b, int64, where in
+//   their rows they are; in descending order unless `number` is 0.
 // NUMBER: out, one fp32, = *(int64_t *)b.
 // GATHER: out, `shape[3]` bytes, = row number *(int64_t *)b of a, which has `shape[2]` rows.
 // LINEAR: `call` is a trilobite_matrix; out = a W^T + b; neighbours that read the same a are one call. EXPERTS: a trilobite_experts_args, whose threads are those of the
@@ -187,10 +188,11 @@ typedef struct {
 //   become the row at `end` of the trilobite_step_cache `call`, which grows; what b is narrower becomes zeros.
 // ATTEND: `call` is that cache; a: the queries [shape[1], shape[3]], dense; shape[2] heads of the cache; out dense, as wide
 //   as the keys; `number` is the scale; b: a score of nothing for each head, fp32, or without data.
-// DENSE: out [shape[0], shape[1], shape[2]] = a W^T, W being b, [shape[0], shape[2], shape[3]]; all dense, of one type.
+// DENSE: out [shape[0], shape[1], shape[2]] = a W^T + c, W being b, [shape[0], shape[2], shape[3]], and c, which may be
+//   without data, [shape[0], shape[2]]; all dense, of one type.
 typedef struct {
   int64_t kind, shape[TRILOBITE_DIMENSIONS];
-  trilobite_operand out, a, b;
+  trilobite_operand out, a, b, c;
   int64_t lanes, digits, threads;
   float number;
   void *call;

@@ -32,11 +32,15 @@ SETS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """package: of the registry, whose source distribution has the sources in `folder`    options: of their build."""
+    """package: of the registry, whose source distribution has the sources in `folder`    options: of their build.
+
+    missing: path and text of what the distribution lacks of them
+    """
 
     package: str
     folder: str
     options: tuple[str, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
 
 
 PROJECTS = {
@@ -45,6 +49,12 @@ PROJECTS = {
         package="ik-llama-cpp-python==0.1.5",
         folder="vendor/ik_llama.cpp",
         options=("GGML_IQK_FA_ALL_QUANTS=OFF",),  # for caches in other types, most of its build
+        missing=(
+            (
+                "common/cmake/build-info-gen-cpp.cmake",
+                "set(BUILD_NUMBER 0)\nconfigure_file(common/build-info.cpp.in common/build-info.cpp)\n",
+            ),
+        ),
     ),
 }
 
@@ -58,7 +68,12 @@ def sources(name: str, folder: Path) -> Path:
         subprocess.run([sys.executable, "-m", "pip", "-q", *command], check=True)
         (archive,) = download.glob("*.tar.gz")
         shutil.unpack_archive(archive, download, filter="data")
-        next(path for path in download.iterdir() if path.is_dir()).rename(kept)
+        made = next(path for path in download.iterdir() if path.is_dir())
+        for name_of_file, text in project.missing:
+            file = made / project.folder / name_of_file
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        made.rename(kept)
         shutil.rmtree(download)
     return kept / project.folder
 

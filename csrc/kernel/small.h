@@ -155,9 +155,24 @@ template <int LANES> static float lanes_sum(const float *x, int64_t count) {
   return acc[0];
 }
 
-// out [rows, width] = softmax of the dense rows of a, fp32.
+// Rows of fewer bits that are shorter than torch's vectors: value by value, e^x of the system's library.
+static void softmax_short(const trilobite_step_node &n, int64_t rows, int64_t width) {
+  float x[SHORT_ROW];
+  for (int64_t r = 0; r < rows; r++) {
+    load_floats((const uint8_t *)n.a.data + 2 * r * width, (int)n.a.dtype, 0, width, x);
+    float top = x[0], sum = 0;
+    for (int64_t i = 1; i < width; i++) top = x[i] > top ? x[i] : top;
+    for (int64_t i = 0; i < width; i++) x[i] = expf(x[i] - top), sum += x[i];
+    const float share = 1.0f / sum;
+    for (int64_t i = 0; i < width; i++) x[i] *= share;
+    store_floats(x, width, (uint8_t *)n.out.data + 2 * r * width, (int)n.out.dtype);
+  }
+}
+
+// out [rows, width] = softmax of the dense rows of a.
 static void softmax_rows(const trilobite_step_node &n) {
   const int64_t rows = n.shape[2], width = n.shape[3];
+  if (n.a.dtype != TRILOBITE_F32) return softmax_short(n, rows, width);
   for (int64_t r = 0; r < rows; r++) {
     const float *x = (const float *)n.a.data + r * width;
     float *out = (float *)n.out.data + r * width, top = x[0];

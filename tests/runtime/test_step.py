@@ -147,7 +147,7 @@ def test_q_k_and_v_are_one_call(
 
 
 @pytest.mark.skipif(softmax_lanes() is None, reason="torch's softmax has bits that the library does not know")
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"])
 def test_a_step_is_few_calls(kind: str, packed: Callable[[str], Path]) -> None:
     """Between two layers there is nothing of Python: cosines and sines are torch's, all else is the engine's."""
     model = load(str(packed(kind)))

@@ -41,6 +41,7 @@ from trilobite.kernels.cpu.step import program as program
 from trilobite.kernels.cpu.step import row_sums as row_sums
 from trilobite.kernels.cpu.step import run_nodes as run_nodes
 from trilobite.kernels.cpu.step import softmax_rows as softmax_rows
+from trilobite.kernels.cpu.step import takes_number as takes_number
 from trilobite.kernels.cpu.step import top_of_rows as top_of_rows
 from trilobite.kernels.expert_table import check_routing
 from trilobite.kernels.layer import (

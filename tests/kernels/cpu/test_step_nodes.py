@@ -140,14 +140,55 @@ def test_another_order_of_a_softmax_is_noticed() -> None:
     assert same == [lanes == softmax_lanes() for lanes in (4, 8, 16)]
 
 
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
+def test_softmax_of_short_rows(tier: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for width in range(1, 9):
+        x = torch.randn(50, width).mul_(5).to(dtype)
+        out = torch.empty_like(x)
+        node = ops.softmax_rows(out, x)
+        if node is None:
+            pytest.skip("torch's softmax has bits that the library does not know")
+        run(node)
+        assert torch.equal(out, x.softmax(-1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
+@pytest.mark.parametrize("number", [12.0, 0.22, 3, 1e-6])
+def test_numbers_beside_16_bits(tier: str, dtype: torch.dtype, number: float) -> None:
+    """Where the library says that it has torch's bits; products and quotients are among them."""
+    x = torch.randn(1000).mul_(10).to(dtype)
+    for kind, call in BINARY.items():
+        if ops.takes_number(kind, dtype, number):
+            out = torch.empty_like(x)
+            run(ops.elementwise(kind, out, x, number))
+            assert torch.equal(out, call(x, number)), kind
+        else:
+            assert kind in (Kind.ADD, Kind.SUBTRACT)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_dense_product_with_a_bias(tier: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, w, bias = (torch.randn(*shape).to(dtype) for shape in ((1, 1, 96), (32, 96), (32,)))
+    out = torch.empty(1, 1, 32, dtype=dtype)
+    node = ops.dense_product(out, x, w, bias)
+    run(node)
+    assert torch.equal(out, ops.dense_linear(x, w, bias))
+    node.c.bytes -= 1
+    with pytest.raises(ShapeError, match="bias"):
+        ops.program([node])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("width", "k"), [(1, 1), (8, 2), (60, 4), (64, 6), (128, 8), (600, 9), (600, 600)])
-def test_largest_of_rows(width: int, k: int, ordered: bool) -> None:
+def test_largest_of_rows(width: int, k: int, ordered: bool, dtype: torch.dtype) -> None:
     """Equal values, and what is no number, in torch's order."""
     torch.manual_seed(width)
-    x = torch.cat((torch.randn(9, width), torch.randint(4, (9, width)), torch.zeros(1, width)))
+    x = torch.cat((torch.randn(9, width), torch.randint(4, (9, width)), torch.zeros(1, width))).to(dtype)
     x[2, width // 2] = torch.nan
-    values, places = torch.empty(len(x), k), torch.empty(len(x), k, dtype=torch.int64)
+    values, places = torch.empty(len(x), k, dtype=dtype), torch.empty(len(x), k, dtype=torch.int64)
     node = ops.top_of_rows(values, places, x, ordered=ordered)
     if node is None:
         pytest.skip("torch chooses in an order that the library does not know")
@@ -196,10 +237,12 @@ def test_rows_outside_of_their_memory_are_refused() -> None:
 
 
 def test_what_the_library_does_not_do() -> None:
-    assert ops.softmax_rows(torch.empty(2, 8, dtype=torch.bfloat16), torch.randn(2, 8).bfloat16(), 8) is None
+    assert ops.softmax_rows(torch.empty(2, 9, dtype=torch.bfloat16), torch.randn(2, 9).bfloat16(), 8) is None
     assert ops.number(torch.empty(1, dtype=torch.float64), torch.tensor(3)) is None
     places = torch.empty(2, 3, dtype=torch.int64)
-    assert ops.top_of_rows(torch.empty(2, 3).half(), places, torch.randn(2, 8).half(), ordered=True) is None
+    assert ops.top_of_rows(torch.empty(2, 3), places, torch.randn(2, 8).half(), ordered=True) is None
+    assert not ops.takes_number(Kind.ADD, torch.float64, 1.0)
+    assert not ops.takes_number(Kind.ADD, torch.float32, None)
     x = torch.randn(8)
     assert ops.elementwise(Kind.ADD, torch.empty(8, dtype=torch.int64), x, x) is None
     assert (

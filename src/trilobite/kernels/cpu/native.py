@@ -119,7 +119,7 @@ class StepNode(Structure):
     _fields_ = (
         ("kind", c_int64),
         ("shape", c_int64 * DIMENSIONS),
-        *((name, Operand) for name in ("out", "a", "b")),
+        *((name, Operand) for name in ("out", "a", "b", "c")),
         *((name, c_int64) for name in ("lanes", "digits", "threads")),
         ("number", c_float),
         ("call", c_void_p),

@@ -5,7 +5,7 @@ of torch's kernel on this processor, which `sum_lanes` finds out by trial.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -47,6 +47,8 @@ class Kind(IntEnum):
 
 MOST_SUMMED = 1 << 15
 """From so many values on torch shares a sum among its threads."""
+SHORT = 8
+"""Values of 16 bits that a row of a softmax may have: torch takes longer ones in vectors, and otherwise."""
 FULL = 64
 """Values, or multiples of them, that fill torch's vectors: what is left it computes one by one, and otherwise."""
 
@@ -122,12 +124,15 @@ def row_sums(out: Tensor, a: Tensor, number: float, lanes: int | None = None) ->
 def softmax_rows(out: Tensor, a: Tensor, lanes: int | None = None) -> native.StepNode | None:
     """out = softmax of a over the last dimension with torch's bits; None where the library does not do that.
 
-    out, a: [.., N], dense fp32    lanes: default those of torch's kernel
+    out, a: [.., N], dense fp32, or with N up to SHORT of 16 bits    lanes: default those of torch's kernel
     """
-    lanes = lanes or softmax_lanes()
-    fits = out.shape == a.shape and a.dim() and out.numel()
-    dense = a.is_contiguous() and out.is_contiguous() and a.dtype == out.dtype == torch.float32
-    if lanes is None or not fits or not dense:
+    if a.dtype == torch.float32:
+        lanes = lanes or softmax_lanes()
+    else:
+        known = a.dtype in DTYPES and a.dim() and a.shape[-1] <= SHORT
+        lanes = lanes or _short_lanes(a.dtype) if known else None
+    fits = out.shape == a.shape and out.dtype == a.dtype and a.dim() and out.numel()
+    if lanes is None or not fits or not a.is_contiguous() or not out.is_contiguous():
         return None
     shape = 1, 1, a.numel() // a.shape[-1], a.shape[-1]
     return native.StepNode(Kind.SOFTMAX, shape, dense_operand(out), dense_operand(a), lanes=lanes)
@@ -136,10 +141,11 @@ def softmax_rows(out: Tensor, a: Tensor, lanes: int | None = None) -> native.Ste
 def top_of_rows(values: Tensor, places: Tensor, a: Tensor, *, ordered: bool) -> native.StepNode | None:
     """values, places = a.topk(k, sorted=ordered); None where the library does not do that.
 
-    values: [.., k], dense fp32    places: [.., k], dense int64    a: [.., N], dense fp32
+    values: [.., k], dense    places: [.., k], dense int64    a: [.., N], dense, of the type of values
     """
     dense = values.is_contiguous() and places.is_contiguous() and a.is_contiguous()
-    if not dense or not values.dtype == a.dtype == torch.float32 or not values.numel() or not _chooses():
+    known = a.dtype in DTYPES and values.dtype == a.dtype
+    if not dense or not known or not values.numel() or not _chooses(a.dtype):
         return None
     shape = 1, 1, a.numel() // a.shape[-1], a.shape[-1]
     parts = dense_operand(values), dense_operand(a), operand(places)
@@ -160,14 +166,15 @@ def gather(out: Tensor, table: Tensor, index: Tensor) -> native.StepNode:
     return native.StepNode(Kind.GATHER, (1, 1, table.shape[0], width), *parts)
 
 
-def dense_product(out: Tensor, x: Tensor, w: Tensor) -> native.StepNode:
-    """out = x W^T. x: [..., K], w: [N, K] and out: [..., N], or those of each head, dense, of one dtype.
+def dense_product(out: Tensor, x: Tensor, w: Tensor, bias: Tensor | None = None) -> native.StepNode:
+    """out = x W^T + bias. x: [..., K], w: [N, K], bias: [N], out: [..., N], or those of heads; dense, of one dtype.
 
     Of heads: x [heads, T, K], w [heads, N, K] and out [heads, T, N]. Raises ShapeError.
     """
     heads, (rows, k) = (len(w) if w.dim() == 3 else 1), w.shape[-2:]
     shape = heads, x.numel() // (heads * k), rows, k
-    return native.StepNode(Kind.DENSE, shape, *(dense_operand(t) for t in (out, x, w)))
+    given = (out, x, w) if bias is None else (out, x, w, bias)
+    return native.StepNode(Kind.DENSE, shape, *map(dense_operand, given))
 
 
 def append_row(key: Tensor, value: Tensor, rows: native.StepCache) -> native.StepNode:
@@ -237,14 +244,52 @@ def softmax_lanes() -> int | None:
 
 
 @cache
-def _chooses() -> bool:
+def _short_lanes(dtype: torch.dtype) -> int | None:
+    """Any number of them where the library has the bits of torch's softmax of short rows of 16 bits; otherwise None."""
+    generator = torch.Generator().manual_seed(0)
+    for width in range(1, SHORT + 1) if _lib is not None else ():
+        x = torch.randn(500, width, generator=generator).mul_(3).to(dtype)
+        out = torch.empty_like(x)
+        _does(softmax_rows(out, x, SHORT))
+        if not torch.equal(out, x.softmax(-1)):
+            return None
+    return SHORT if _lib is not None else None
+
+
+@cache
+def takes_number(kind: Kind, dtype: torch.dtype, number: Any) -> bool:
+    """Whether an operator on values of a type and a Python number has torch's bits."""
+    calls: dict[Kind, Callable[..., Tensor]] = {
+        Kind.ADD: torch.add,
+        Kind.SUBTRACT: torch.sub,
+        Kind.MULTIPLY: torch.mul,
+        Kind.DIVIDE: torch.div,
+    }
+    if not isinstance(number, int | float) or dtype not in DTYPES:
+        return False
+    if dtype == torch.float32:
+        return True
+    x = _all_values(dtype)
+    out = torch.empty_like(x)
+    _does(elementwise(kind, out, x, number))
+    return torch.equal(out.nan_to_num(1), calls[kind](x, number).nan_to_num(1))
+
+
+def _all_values(dtype: torch.dtype) -> Tensor:
+    """Finite ones of a type of 16 bits."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    return torch.where(x.isfinite(), x, 0)
+
+
+@cache
+def _chooses(dtype: torch.dtype) -> bool:
     """Whether torch's `topk` takes equal values in the library's order."""
     generator = torch.Generator().manual_seed(0)
     for width, k in ((8, 2), (64, 1), (64, 6), (64, 64), (128, 8), (256, 4), (512, 8), (513, 8)):
         for levels in (3, width, 1 << 20):
-            x = torch.randint(levels, (20, width), generator=generator).float()
+            x = torch.randint(levels, (20, width), generator=generator).to(dtype)
             for ordered in (True, False):
-                values, places = torch.empty(20, k), torch.empty(20, k, dtype=torch.int64)
+                values, places = torch.empty(20, k, dtype=dtype), torch.empty(20, k, dtype=torch.int64)
                 shape = 1, 1, 20, width
                 parts = dense_operand(values), dense_operand(x), operand(places)
                 _does(native.StepNode(Kind.TOP, shape, *parts, lanes=k, number=float(ordered)))
@@ -260,9 +305,8 @@ def has_silu(dtype: torch.dtype) -> bool:
     if _lib is None or dtype not in DTYPES:
         return False
     x = torch.randn(1 << 15, generator=torch.Generator().manual_seed(0)).mul_(8).to(dtype)
-    if dtype != torch.float32:  # all there are
-        x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-        x = torch.where(x.isfinite(), x, 0)
+    if dtype != torch.float32:
+        x = _all_values(dtype)
     expected = torch.cat([torch.nn.functional.silu(part) for part in x.view(-1, FULL)])
     out = torch.empty_like(x)
     _does(elementwise(Kind.SWISH, out, x))

@@ -98,7 +98,7 @@ def _binary(kind: Kind) -> Callable[..., Nodes]:
             wider = out.dtype == torch.float32 and {a.dtype, b.dtype} <= set(FLOATS) and a.dim() and b.dim()
             if not (same or wider):
                 return None
-        elif not (isinstance(b, int | float) and a.dtype == out.dtype == torch.float32):
+        elif a.dtype != out.dtype or not ops.takes_number(kind, a.dtype, b):
             return None
         return _one(ops.elementwise(kind, out, a, b))
 
@@ -148,10 +148,10 @@ def _cat(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
 
 
 def _dense(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
-    x, w, *bias = args
-    if any(b is not None for b in bias) or not (x.is_contiguous() and out.is_contiguous()):
+    x, w, bias = (*args, None)[:3]
+    if not all(t.is_contiguous() for t in (out, x, w, bias) if t is not None):
         return None
-    return [ops.dense_product(out, x, w)]
+    return [ops.dense_product(out, x, w, bias)]
 
 
 def _embedding(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
