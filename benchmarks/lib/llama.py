@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,8 @@ def bench(
 ) -> dict[bool, float]:
     """Tokens a second that `llama-bench` reads (False) and writes (True), of which one may be none."""
     sizes = ["-p", prompt, "-n", tokens, "-r", 1, "-o", "json"]
-    made = json.loads(_printed(programs / "llama-bench", "-m", file, "-t", threads, *sizes, *flags)[0])
+    command = [programs.resolve() / "llama-bench", "-m", file.resolve(), "-t", threads, *sizes, *flags]
+    made = json.loads(_printed(*command)[0])
     return {bool(row["n_gen"]): float(row["avg_ts"]) for row in made}
 
 
@@ -121,7 +123,8 @@ def batched_bench(
     """Tokens a second that `llama-batched-bench` writes of so many texts at a time, by their number."""
     room = max(texts) * (prompt + tokens)
     sizes = ["-c", room, "-npp", prompt, "-ntg", tokens, "-npl", ",".join(map(str, texts))]
-    command = [programs / "llama-batched-bench", "-m", file, "-t", threads, "-tb", threads, *sizes, *flags]
+    sizes += ["-t", threads, "-tb", threads]
+    command = [programs.resolve() / "llama-batched-bench", "-m", file.resolve(), *sizes, *flags]
     lines = "\n".join(_printed(*command)).splitlines()  # one of the two projects prints its table on stderr
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
     header = rows[0]
@@ -131,7 +134,8 @@ def batched_bench(
 
 def _printed(*command: object) -> tuple[str, str]:
     """What a program prints to stdout and stderr. Raises RuntimeError with its last line where it fails."""
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:  # for the log that one of them leaves where it runs
+        done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command[0]}: {(done.stderr.splitlines() or [str(done.returncode)])[-1]}")
     return done.stdout, done.stderr

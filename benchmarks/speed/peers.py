@@ -52,10 +52,12 @@ class Peer:
     batched: tuple[str, ...] = ()
 
 
+NO_FLASH = ("-no-fa",)
+"""Attention to several texts at a time stops with an assertion without it (0.1.5, AVX2)."""
 PEERS = {
     LLAMA: Peer(project=LLAMA),
-    IK: Peer(project=IK),
-    f"{IK} -rtr": Peer(project=IK, bench=("-rtr", "1"), batched=("-rtr",)),
+    IK: Peer(project=IK, batched=NO_FLASH),
+    f"{IK} -rtr": Peer(project=IK, bench=("-rtr", "1"), batched=("-rtr", *NO_FLASH)),
 }
 """By the name of the column; -rtr: weights are laid out for the kernels when the file is loaded."""
 
