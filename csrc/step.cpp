@@ -9,7 +9,6 @@
 #include "kernel_convert.h"
 #include "matrix.h"
 #include "step.h"
-#include "workspace.h"
 
 namespace trilobite {
 namespace {
@@ -24,7 +23,7 @@ using Placed = std::pair<float, int64_t>;
 // As torch chooses (aten/src/ATen/native/TopKImpl.h), so that equal values come in its order.
 void top(const trilobite_step_node &n) {
   const int64_t rows = n.shape[2], width = n.shape[3], count = n.lanes;
-  Placed *found = call_workspace().get<Placed>(width);
+  Placed found[WIDEST];
   const auto larger = [](const Placed &x, const Placed &y) {
     return (x.first != x.first && y.first == y.first) || x.first > y.first;
   };

@@ -7,6 +7,8 @@ namespace trilobite {
 
 inline int64_t size_of(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : 2; }
 
+constexpr int64_t WIDEST = 1024;  // values of a row of which the largest are taken
+
 // False after leaving a message: rows of a cache of such heads do not lie in its memory.
 bool lies(const trilobite_step_cache &c, int64_t dtype, int64_t heads, int64_t width);
 

@@ -92,7 +92,7 @@ bool check_top(const Node &n) {
   const int64_t rows = n.shape[2], width = n.shape[3], count = n.lanes;
   int64_t bytes;
   if (!known_dtype(n.a.dtype) || n.out.dtype != n.a.dtype) return fail("top: unknown element type, or several");
-  if (rows < 1 || width < 1 || width > MOST_SIDE || count < 1 || count > width ||
+  if (rows < 1 || width < 1 || width > WIDEST || count < 1 || count > width ||
       __builtin_mul_overflow(rows, width, &bytes) || __builtin_mul_overflow(bytes, 8, &bytes))
     return fail("top: %lld of %lld rows of %lld values", (long long)count, (long long)rows, (long long)width);
   const int64_t size = size_of(n.a.dtype), in = rows * width * size, values = rows * count * size;

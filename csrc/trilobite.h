@@ -133,8 +133,8 @@ typedef struct {
 
 TRILOBITE_API int trilobite_dense(const trilobite_dense_args *args);
 
-// What a node of a decoding step does. Up to SWISH, x / (1 + e^-x): out = a op b, element by element, results rounded to the type of out;
-// then rows of numbers, a row of a table, and the operators above on addresses that stay.
+// What a node of a decoding step does. Up to SWISH, x / (1 + e^-x): out = a op b, element by element, results rounded to
+// the type of out; then rows of numbers, a row of a table, and the operators above on addresses that stay.
 enum trilobite_step_kind {
   TRILOBITE_COPY = 0,
   TRILOBITE_ADD = 1,
@@ -179,7 +179,7 @@ typedef struct {
 // SOFTMAX: out, dense rows as a has: shape[2] of shape[3] values, of fp32, where torch adds up `lanes` values at a time, or
 //   up to 8 values of fewer bits.
 // TOP: out [shape[2], lanes] = the largest of the dense rows of a [shape[2], shape[3]], of one type, and b, int64, where in
-//   their rows they are; in descending order unless `number` is 0.
+//   their rows they are; in descending order unless `number` is 0. Rows of up to 1024 values.
 // NUMBER: out, one fp32, = *(int64_t *)b.
 // GATHER: out, `shape[3]` bytes, = row number *(int64_t *)b of a, which has `shape[2]` rows.
 // LINEAR: `call` is a trilobite_matrix; out = a W^T + b; neighbours that read the same a are one call. EXPERTS: a trilobite_experts_args, whose threads are those of the

@@ -224,6 +224,7 @@ def test_rows_outside_of_their_memory_are_refused() -> None:
         (ops.softmax_rows(torch.empty(3, 64), x, 8), {"lanes": 5}),
         (ops.softmax_rows(torch.empty(3, 64), x, 8), {"shape": (1, 1, 4, 64)}),
         (ops.top_of_rows(values, places, x, ordered=True), {"lanes": 65}),
+        (ops.top_of_rows(values, places, x, ordered=True), {"shape": (1, 1, 1, 1025)}),
         (ops.top_of_rows(values, places, x, ordered=True), {"lanes": 7}),
         (ops.top_of_rows(values, places, x, ordered=True), {"shape": (1, 1, 1 << 61, 64)}),
         (ops.number(torch.empty(1), torch.tensor(3)), {"out": ops.StepNode().out}),
@@ -241,6 +242,7 @@ def test_what_the_library_does_not_do() -> None:
     assert ops.number(torch.empty(1, dtype=torch.float64), torch.tensor(3)) is None
     places = torch.empty(2, 3, dtype=torch.int64)
     assert ops.top_of_rows(torch.empty(2, 3), places, torch.randn(2, 8).half(), ordered=True) is None
+    assert ops.top_of_rows(torch.empty(2, 3), places, torch.randn(2, 1025), ordered=True) is None
     assert not ops.takes_number(Kind.ADD, torch.float64, 1.0)
     assert not ops.takes_number(Kind.ADD, torch.float32, None)
     x = torch.randn(8)

@@ -49,6 +49,8 @@ MOST_SUMMED = 1 << 15
 """From so many values on torch shares a sum among its threads."""
 SHORT = 8
 """Values of 16 bits that a row of a softmax may have: torch takes longer ones in vectors, and otherwise."""
+WIDEST = 1024
+"""Values of a row of which the library takes the largest."""
 FULL = 64
 """Values, or multiples of them, that fill torch's vectors: what is left it computes one by one, and otherwise."""
 
@@ -141,10 +143,10 @@ def softmax_rows(out: Tensor, a: Tensor, lanes: int | None = None) -> native.Ste
 def top_of_rows(values: Tensor, places: Tensor, a: Tensor, *, ordered: bool) -> native.StepNode | None:
     """values, places = a.topk(k, sorted=ordered); None where the library does not do that.
 
-    values: [.., k], dense    places: [.., k], dense int64    a: [.., N], dense, of the type of values
+    values: [.., k], dense    places: [.., k], dense int64    a: [.., N], dense, of the type of values, N up to WIDEST
     """
     dense = values.is_contiguous() and places.is_contiguous() and a.is_contiguous()
-    known = a.dtype in DTYPES and values.dtype == a.dtype
+    known = a.dtype in DTYPES and values.dtype == a.dtype and a.dim() and a.shape[-1] <= WIDEST
     if not dense or not known or not values.numel() or not _chooses(a.dtype):
         return None
     shape = 1, 1, a.numel() // a.shape[-1], a.shape[-1]
