@@ -27,21 +27,18 @@ from trilobite.kernels.cpu.bound import Sums as Sums
 from trilobite.kernels.cpu.dense import multiplies as multiplies
 from trilobite.kernels.cpu.native import StepCache as StepCache
 from trilobite.kernels.cpu.native import StepNode as StepNode
-from trilobite.kernels.cpu.step import FULL as FULL
-from trilobite.kernels.cpu.step import MOST_SUMMED as MOST_SUMMED
 from trilobite.kernels.cpu.step import Kind as Kind
 from trilobite.kernels.cpu.step import append_row as append_row
 from trilobite.kernels.cpu.step import attend_cached as attend_cached
 from trilobite.kernels.cpu.step import dense_product as dense_product
 from trilobite.kernels.cpu.step import elementwise as elementwise
 from trilobite.kernels.cpu.step import gather as gather
-from trilobite.kernels.cpu.step import has_silu as has_silu
 from trilobite.kernels.cpu.step import number as number
 from trilobite.kernels.cpu.step import program as program
 from trilobite.kernels.cpu.step import row_sums as row_sums
 from trilobite.kernels.cpu.step import run_nodes as run_nodes
 from trilobite.kernels.cpu.step import softmax_rows as softmax_rows
-from trilobite.kernels.cpu.step import takes_number as takes_number
+from trilobite.kernels.cpu.step import swish as swish
 from trilobite.kernels.cpu.step import top_of_rows as top_of_rows
 from trilobite.kernels.expert_table import check_routing
 from trilobite.kernels.layer import (

@@ -47,8 +47,10 @@ class Kind(IntEnum):
 
 MOST_SUMMED = 1 << 15
 """From so many values on torch shares a sum among its threads."""
-SHORT = 8
+SHORT = 7
 """Values of 16 bits that a row of a softmax may have: torch takes longer ones in vectors, and otherwise."""
+SHORT_ROWS = 100_000
+"""To tell other sums apart: after the rounding to 16 bits one row of thousands shows them."""
 WIDEST = 1024
 """Values of a row of which the library takes the largest."""
 FULL = 64
@@ -92,7 +94,24 @@ def _merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[lis
 def elementwise(
     kind: Kind, out: Tensor, a: Tensor, b: Tensor | float | None = None
 ) -> native.StepNode | None:
-    """out = a op b, a and b broadcast to out; None where the library does not do that. Types: fp32, fp16, bf16."""
+    """out = a op b, a and b broadcast to out; None where the library does not do that with torch's bits.
+
+    Types: fp32, fp16, bf16; numbers beside those that `takes_number`.
+    """
+    if isinstance(b, int | float) and (a.dtype not in DTYPES or not takes_number(kind, a.dtype, float(b))):
+        return None
+    return _mapped(kind, out, a, b)
+
+
+def swish(out: Tensor, a: Tensor) -> native.StepNode | None:
+    """out = silu(a), both dense and of one type; None where the library does not do that with torch's bits."""
+    fits = out.is_contiguous() and a.is_contiguous() and out.dtype == a.dtype and out.dtype in DTYPES
+    if not fits or out.numel() % FULL or out.numel() > MOST_SUMMED or not has_silu(out.dtype):
+        return None
+    return _mapped(Kind.SWISH, out, a, None)
+
+
+def _mapped(kind: Kind, out: Tensor, a: Tensor, b: Tensor | float | None) -> native.StepNode | None:
     operands = [out, a.expand(out.shape), *([b.expand(out.shape)] if isinstance(b, Tensor) else [])]
     if any(t.dtype not in DTYPES or not t.is_cpu for t in operands) or not out.numel():
         return None
@@ -132,7 +151,7 @@ def softmax_rows(out: Tensor, a: Tensor, lanes: int | None = None) -> native.Ste
         lanes = lanes or softmax_lanes()
     else:
         known = a.dtype in DTYPES and a.dim() and a.shape[-1] <= SHORT
-        lanes = lanes or _short_lanes(a.dtype) if known else None
+        lanes = lanes or softmax_lanes(a.dtype) if known else None
     fits = out.shape == a.shape and out.dtype == a.dtype and a.dim() and out.numel()
     if lanes is None or not fits or not a.is_contiguous() or not out.is_contiguous():
         return None
@@ -149,6 +168,10 @@ def top_of_rows(values: Tensor, places: Tensor, a: Tensor, *, ordered: bool) -> 
     known = a.dtype in DTYPES and values.dtype == a.dtype and a.dim() and a.shape[-1] <= WIDEST
     if not dense or not known or not values.numel() or not _chooses(a.dtype):
         return None
+    return _top(values, places, a, ordered)
+
+
+def _top(values: Tensor, places: Tensor, a: Tensor, ordered: bool) -> native.StepNode:
     shape = 1, 1, a.numel() // a.shape[-1], a.shape[-1]
     parts = dense_operand(values), dense_operand(a), operand(places)
     return native.StepNode(Kind.TOP, shape, *parts, lanes=values.shape[-1], number=float(ordered))
@@ -223,43 +246,51 @@ def run_nodes(nodes: Any, count: int) -> None:
     _lib.trilobite_step(nodes, count, team(None))
 
 
-def _does(node: native.StepNode | None) -> None:
-    assert node is not None
-    run_nodes(program([node]), 1)
+def _makes(node: Callable[[Tensor], native.StepNode | None], expected: Tensor) -> bool:
+    """Whether the node that writes to a tensor makes the same bits."""
+    out = torch.empty_like(expected)
+    made = node(out)
+    assert made is not None
+    run_nodes(program([made]), 1)
+    return torch.equal(out.nan_to_num(1), expected.nan_to_num(1))
 
 
-@cache
-def softmax_lanes() -> int | None:
-    """How many values torch's softmax adds up side by side on this processor; None where its bits are other ones."""
-    generator = torch.Generator().manual_seed(0)
-    widths = (1, 2, 4, 6, 8, 10, 16, 24, 32, 60, 64, 72, 128, 160, 256, 384, 512)
-    rows = [torch.randn(20, width, generator=generator).mul_(4) for width in widths]
+def _lanes(
+    node: Callable[[Tensor, Tensor, int], native.StepNode | None],
+    call: Callable[[Tensor], Tensor],
+    rows: Sequence[Tensor],
+) -> int | None:
+    """How many values side by side give torch's bits on all of these rows; None where no number does."""
     for lanes in (16, 8, 4) if _lib is not None else ():
-        for x in rows:
-            out = torch.empty_like(x)
-            _does(softmax_rows(out, x, lanes))
-            if not torch.equal(out, x.softmax(-1)):
-                break
-        else:
+        if all(_makes(lambda out, x=x, n=lanes: node(out, x, n), call(x)) for x in rows):  # type: ignore[misc]
             return lanes
     return None
 
 
 @cache
-def _short_lanes(dtype: torch.dtype) -> int | None:
-    """Any number of them where the library has the bits of torch's softmax of short rows of 16 bits; otherwise None."""
+def softmax_lanes(dtype: torch.dtype = torch.float32) -> int | None:
+    """How many values torch's softmax adds up side by side on this processor; None where its bits are other ones."""
     generator = torch.Generator().manual_seed(0)
-    for width in range(1, SHORT + 1) if _lib is not None else ():
-        x = torch.randn(500, width, generator=generator).mul_(3).to(dtype)
-        out = torch.empty_like(x)
-        _does(softmax_rows(out, x, SHORT))
-        if not torch.equal(out, x.softmax(-1)):
-            return None
-    return SHORT if _lib is not None else None
+    widths = (1, 2, 4, 6, 8, 10, 16, 24, 32, 60, 64, 72, 128, 160, 256, 384, 512)
+    shapes = (
+        [(20, w) for w in widths] if dtype == torch.float32 else [(SHORT_ROWS, w + 1) for w in range(SHORT)]
+    )
+    rows = [torch.randn(*shape, generator=generator).mul_(4).to(dtype) for shape in shapes]
+    return _lanes(softmax_rows, lambda x: x.softmax(-1), rows)
 
 
 @cache
-def takes_number(kind: Kind, dtype: torch.dtype, number: Any) -> bool:
+def sum_lanes() -> int | None:
+    """How many values torch's kernel adds up side by side on this processor; None where it adds up otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    widths = (2, 8, 10, 33, 60, 64, 128, 517, 1000, 2048, 4096, 5120, 7168, 16000)
+    rows = [torch.randn(2, width, generator=generator).mul_(1 << 10) for width in widths]
+    one_and_more = [part for x in rows for part in (x, x[:1])]
+    return _lanes(lambda out, x, n: row_sums(out, x, 1.0, n), lambda x: x.sum(-1), one_and_more)
+
+
+@cache
+def takes_number(kind: Kind, dtype: torch.dtype, number: float) -> bool:
     """Whether an operator on values of a type and a Python number has torch's bits."""
     calls: dict[Kind, Callable[..., Tensor]] = {
         Kind.ADD: torch.add,
@@ -267,20 +298,26 @@ def takes_number(kind: Kind, dtype: torch.dtype, number: Any) -> bool:
         Kind.MULTIPLY: torch.mul,
         Kind.DIVIDE: torch.div,
     }
-    if not isinstance(number, int | float) or dtype not in DTYPES:
-        return False
     if dtype == torch.float32:
         return True
     x = _all_values(dtype)
-    out = torch.empty_like(x)
-    _does(elementwise(kind, out, x, number))
-    return torch.equal(out.nan_to_num(1), calls[kind](x, number).nan_to_num(1))
+    return _makes(lambda out: _mapped(kind, out, x, number), calls[kind](x, number))
 
 
 def _all_values(dtype: torch.dtype) -> Tensor:
     """Finite ones of a type of 16 bits."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     return torch.where(x.isfinite(), x, 0)
+
+
+@cache
+def has_silu(dtype: torch.dtype) -> bool:
+    """Whether `silu` of so many values as fill torch's vectors has torch's bits."""
+    x = torch.randn(1 << 15, generator=torch.Generator().manual_seed(0)).mul_(8).to(dtype)
+    if dtype != torch.float32:
+        x = _all_values(dtype)
+    expected = torch.cat([torch.nn.functional.silu(part) for part in x.view(-1, FULL)])
+    return _makes(lambda out: _mapped(Kind.SWISH, out, x, None), expected)
 
 
 @cache
@@ -291,42 +328,9 @@ def _chooses(dtype: torch.dtype) -> bool:
         for levels in (3, width, 1 << 20):
             x = torch.randint(levels, (20, width), generator=generator).to(dtype)
             for ordered in (True, False):
-                values, places = torch.empty(20, k, dtype=dtype), torch.empty(20, k, dtype=torch.int64)
-                shape = 1, 1, 20, width
-                parts = dense_operand(values), dense_operand(x), operand(places)
-                _does(native.StepNode(Kind.TOP, shape, *parts, lanes=k, number=float(ordered)))
                 expected = x.topk(k, sorted=ordered)
-                if not torch.equal(values, expected[0]) or not torch.equal(places, expected[1]):
+                places = torch.empty_like(expected.indices)
+                same = _makes(lambda out, at=places, x=x, o=ordered: _top(out, at, x, o), expected.values)  # type: ignore[misc]
+                if not same or not torch.equal(places, expected.indices):
                     return False
     return True
-
-
-@cache
-def has_silu(dtype: torch.dtype) -> bool:
-    """Whether `silu` of so many values as fill torch's vectors has torch's bits."""
-    if _lib is None or dtype not in DTYPES:
-        return False
-    x = torch.randn(1 << 15, generator=torch.Generator().manual_seed(0)).mul_(8).to(dtype)
-    if dtype != torch.float32:
-        x = _all_values(dtype)
-    expected = torch.cat([torch.nn.functional.silu(part) for part in x.view(-1, FULL)])
-    out = torch.empty_like(x)
-    _does(elementwise(Kind.SWISH, out, x))
-    return torch.equal(out, expected)
-
-
-@cache
-def sum_lanes() -> int | None:
-    """How many values torch's kernel adds up side by side on this processor; None where it adds up otherwise."""
-    generator = torch.Generator().manual_seed(0)
-    widths = (2, 8, 10, 33, 60, 64, 128, 517, 1000, 2048, 4096, 5120, 7168, 16000)
-    rows = [torch.randn(2, width, generator=generator).mul_(1 << 10) for width in widths]
-    for lanes in (16, 8, 4) if _lib is not None else ():
-        for x in rows:
-            out = torch.empty(2)
-            _does(row_sums(out, x, 1.0, lanes))
-            if not torch.equal(out, x.sum(-1)) or not torch.equal(out[:1], x[:1].sum(-1)):
-                break
-        else:
-            return lanes
-    return None

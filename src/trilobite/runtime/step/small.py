@@ -65,10 +65,7 @@ def _softmax(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node
 
 
 def _silu(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
-    dense = out.is_contiguous() and args[0].is_contiguous()
-    if not dense or out.numel() % ops.FULL or out.numel() > ops.MOST_SUMMED or not ops.has_silu(out.dtype):
-        return None
-    return _unary(Kind.SWISH)(out, args, kwargs)
+    return None if _lies_across(out, args[0]) else _one(ops.swish(out, args[0]))
 
 
 def _to_copy(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
@@ -98,7 +95,7 @@ def _binary(kind: Kind) -> Callable[..., Nodes]:
             wider = out.dtype == torch.float32 and {a.dtype, b.dtype} <= set(FLOATS) and a.dim() and b.dim()
             if not (same or wider):
                 return None
-        elif a.dtype != out.dtype or not ops.takes_number(kind, a.dtype, b):
+        elif a.dtype != out.dtype or not isinstance(b, int | float):
             return None
         return _one(ops.elementwise(kind, out, a, b))
 
