@@ -69,7 +69,7 @@ int trilobite_linears(const void *x, int64_t dtype, int64_t tokens, const trilob
       Matrix next;
       if (!known_dtype(p.bias_dtype)) return fail("linear: unknown element type or mode");
       if (!describe(*p.w, &next)) return false;
-      if (have == MOST_TOGETHER || (have > 0 && !together(matrices[0], next))) run();
+      if (have == MOST_TOGETHER || (have > 0 && !together(matrices[0], next, tokens))) run();
       matrices[have] = next;
       some[have] = {&matrices[have], p.bias, (int)p.bias_dtype, p.y};
       have++;

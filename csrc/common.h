@@ -59,6 +59,8 @@ struct Matrix {
   Rotation in, out;
 
   bool lattice() const { return kind == E8P || kind == E8; }
+  // Whether what is multiplied has 8 bits: codes, what they count under super-scales, or those of the compensator.
+  bool has_bytes() const { return sub || (kind == 8 && bits == 8) || (rank > 0 && rank_bits == 8); }
 };
 
 // Activations [count, k], prepared for a tier, in one of two forms. Blocks are of 16 tokens, the last one smaller.
@@ -120,8 +122,8 @@ struct Tier {
   // Bytes of thread-local scratch that `rows` may use.
   size_t scratch_bytes;
   // bfloat16 parts in which `rows` wants `count` tokens that came as `dtype`, WHOLE for fp32, or 0 for digits. Results of
-  // an activation function are fp32; they are kept to 16 bits more than `dtype` has.
-  int (*parts)(int count, int dtype, int digits, bool intermediate);
+  // an activation function are fp32; they are kept to 16 bits more than `dtype` has. bytes: of a matrix that reads them.
+  int (*parts)(int count, int dtype, int digits, bool intermediate, bool bytes);
   // Rows `index[i]` (or i when index is NULL) of x [.., k] -> tokens of one block of d.
   void (*quantize_block)(const void *x, int dtype, const int32_t *index, const Digits &d, int block);
   // Columns [column, column + width) of all tokens, from fp32 x [count, ld]; width is a multiple of d.seg.

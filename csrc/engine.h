@@ -27,8 +27,8 @@ struct Product {
 
 constexpr int MOST_TOGETHER = 8;
 
-// Whether matrices can be multiplied by the same digits of x.
-bool together(const Matrix &a, const Matrix &b);
+// Whether matrices can be multiplied by the same digits, or parts, of x [tokens, k].
+bool together(const Matrix &a, const Matrix &b, int64_t tokens);
 
 // Up to MOST_TOGETHER products by matrices that go together, or one of any matrix. The bits of each are those it has alone.
 void linear(const void *x, int dtype, int64_t tokens, const Product *products, int count, int digits, int threads);

@@ -111,8 +111,9 @@ bool read_matrices(const trilobite_experts_args &a, Active &e) {
   return true;
 }
 
-Digits prepared(const Call &c, Workspace &ws, int count, int64_t k, int seg, bool intermediate) {
-  return ws.digits(count, k, seg, (int)c.a.digits, c.t.parts(count, (int)c.a.dtype, (int)c.a.digits, intermediate));
+Digits prepared(const Call &c, Workspace &ws, int count, int64_t k, int seg, bool intermediate, bool bytes) {
+  const int parts = c.t.parts(count, (int)c.a.dtype, (int)c.a.digits, intermediate, bytes);
+  return ws.digits(count, k, seg, (int)c.a.digits, parts);
 }
 
 // Digits of x per expert; with one token all experts that cut it into the same segments share one copy.
@@ -123,12 +124,12 @@ void allocate(Call &c, Workspace &ws) {
     const int seg = std::min(segment(e.up.group), e.gated ? segment(e.gate.group) : 64);
     Digits &one = shared[seg / BLOCK];
     if (c.shared_x) {
-      if (one.q == nullptr) one = prepared(c, ws, 1, c.a.hidden, seg, false);
+      if (one.q == nullptr) one = prepared(c, ws, 1, c.a.hidden, seg, false, false);
       e.x = one;
     } else {
-      e.x = prepared(c, ws, e.count, c.a.hidden, seg, false);
+      e.x = prepared(c, ws, e.count, c.a.hidden, seg, false, e.up.has_bytes() || (e.gated && e.gate.has_bytes()));
     }
-    e.h = prepared(c, ws, e.count, c.a.intermediate, segment(e.down.group), true);
+    e.h = prepared(c, ws, e.count, c.a.intermediate, segment(e.down.group), true, e.down.has_bytes());
     if (e.gated) e.z_gate = low_rank_buffer(ws, e.gate, e.count);
     e.z_up = low_rank_buffer(ws, e.up, e.count);
     e.z_down = low_rank_buffer(ws, e.down, e.count);

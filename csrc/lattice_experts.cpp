@@ -70,7 +70,7 @@ const Input *input_of(Layer &l, const Rotation &r) {
   return &in;
 }
 
-const View *view_of(Layer &l, const Active &e, const Rotation &r, int seg) {
+const View *view_of(Layer &l, const Active &e, const Rotation &r, int seg, bool bytes) {
   const ExpertsCall &c = l.c;
   const Input *in = input_of(l, r);
   const int32_t *index = c.shared_x ? nullptr : c.token + e.first;
@@ -80,7 +80,7 @@ const View *view_of(Layer &l, const Active &e, const Rotation &r, int seg) {
   }
   const int count = c.shared_x ? 1 : e.count, digits = (int)c.a.digits;
   // Rotated values fill all bits of an fp32, so they are kept as results of an activation function are.
-  const int parts = c.t.parts(count, (int)c.a.dtype, digits, r.signs != nullptr);
+  const int parts = c.t.parts(count, (int)c.a.dtype, digits, r.signs != nullptr, bytes);
   View &v = l.views[l.view_count++];
   v = {l.ws.digits(count, c.a.hidden, seg, digits, parts), in, index};
   return &v;
@@ -94,27 +94,28 @@ const Output *output_of(Layer &l, const Rotation &r) {
   return &out;
 }
 
-Digits intermediate(const Layer &l, int count, int seg) {
+Digits intermediate(const Layer &l, int count, int seg, bool bytes) {
   const ExpertsCall &c = l.c;
   const int digits = (int)c.a.digits;
-  return l.ws.digits(count, c.a.intermediate, seg, digits, c.t.parts(count, (int)c.a.dtype, digits, true));
+  return l.ws.digits(count, c.a.intermediate, seg, digits, c.t.parts(count, (int)c.a.dtype, digits, true, bytes));
 }
 
 Work prepare(Layer &l, Active &e) {
   Work w{};
   w.e = &e;
-  w.up = view_of(l, e, e.up.in, segment(e.up.group));
+  const bool bytes = e.up.has_bytes() || (e.gated && e.gate.has_bytes());
+  w.up = view_of(l, e, e.up.in, segment(e.up.group), bytes);
   w.up_rows = l.ws.get<float>(e.count * l.ld);
   e.z_up = low_rank_buffer(l.ws, e.up, e.count);
   if (e.gated) {
-    w.gate = view_of(l, e, e.gate.in, segment(e.gate.group));
+    w.gate = view_of(l, e, e.gate.in, segment(e.gate.group), bytes);
     w.gate_rows = l.ws.get<float>(e.count * l.ld);
     e.z_gate = low_rank_buffer(l.ws, e.gate, e.count);
   }
-  if (e.z_up || e.z_gate) w.plain = view_of(l, e, Rotation{}, segment(l.c.a.hidden));
-  w.h = intermediate(l, e.count, segment(e.down.group));
+  if (e.z_up || e.z_gate) w.plain = view_of(l, e, Rotation{}, segment(l.c.a.hidden), bytes);
+  w.h = intermediate(l, e.count, segment(e.down.group), e.down.has_bytes());
   e.z_down = low_rank_buffer(l.ws, e.down, e.count);
-  if (e.z_down) w.h_plain = intermediate(l, e.count, segment(l.c.a.intermediate));
+  if (e.z_down) w.h_plain = intermediate(l, e.count, segment(l.c.a.intermediate), e.down.has_bytes());
   w.out = output_of(l, e.down.out);
   return w;
 }

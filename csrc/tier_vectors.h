@@ -17,7 +17,9 @@ namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/group_sums.h"
 #include "kernel/rows.h"
 #include "kernel/panel.h"
+#include "kernel/pass.h"
 #include "kernel/short.h"
+#include "kernel/short_many.h"
 #include "kernel/many.h"
 constexpr auto rows_tier = rows_vectors;
 #include "kernel/low_rank.h"

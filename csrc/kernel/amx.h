@@ -37,7 +37,7 @@ struct TileConfig {
 
 #include "amx_few.h"
 
-static int parts_amx(int count, int dtype, int digits, bool intermediate) {
+static int parts_amx(int count, int dtype, int digits, bool intermediate, bool) {
   if (count < PARTS_FROM || digits == TRILOBITE_INT8) return 0;
   if (dtype == TRILOBITE_F32) return 3;
   return dtype == TRILOBITE_F16 || intermediate ? 2 : 1;

@@ -97,8 +97,13 @@ struct Isa {
   // For short.h. Of 2 x 2 products of codes and digits sums of two, in 16 bits; of what two such registers hold the sums.
   static Bytes short_dot(Bytes c, __m256i v) { return {_mm256_maddubs_epi16(c.a, v), _mm256_maddubs_epi16(c.b, v)}; }
   static Bytes add_shorts(Bytes x, Bytes y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
-  // GCC 12 would make the products of many steps first and add them up from the stack.
-  static void in_order(Bytes &v) { __asm__("" : "+x"(v.a), "+x"(v.b)); }
+  // GCC 12 would make the products of many steps first and add them up from the stack, or move sums from register to
+  // register.
+  static void add_short_dot(Bytes &sum, Bytes c, __m256i v) {
+    const Bytes p = short_dot(c, v);
+    __asm__("vpaddw %1, %0, %0" : "+x"(sum.a) : "x"(p.a));
+    __asm__("vpaddw %1, %0, %0" : "+x"(sum.b) : "x"(p.b));
+  }
   // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};

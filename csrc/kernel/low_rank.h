@@ -35,7 +35,7 @@ static inline void transpose_codes(const uint32_t rows[ROWS][LR_GROUP / 4], int 
     for (int r = 0; r < ROWS; r++) o[step * ROWS + r] = rows[r][first_step + step];
 }
 
-// Ranks [rank, rank + 16) of V as one band of 8-bit tiles, a group per segment; absent ranks are zero.
+// Ranks [rank, rank + 16) of V as one band of tiles of bytes, a group per segment; absent ranks are zero.
 static Matrix expand_v(const Matrix &m, int64_t rank, int seg, uint8_t *scratch) {
   const int64_t bytes = LR_GROUP / 8 * m.rank_bits + 2, groups = ceil_div(m.k, LR_GROUP);
   const int present = m.rank - rank < ROWS ? (int)(m.rank - rank) : ROWS;
@@ -43,7 +43,8 @@ static Matrix expand_v(const Matrix &m, int64_t rank, int seg, uint8_t *scratch)
   memset(rows, 0, sizeof rows);
   Matrix v{};
   v.packed = scratch;
-  v.n = ROWS, v.k = m.k, v.bits = v.kind = 8, v.group = seg, v.bands = 1, v.groups = m.k / seg, v.wide = true;
+  v.n = ROWS, v.k = m.k, v.bits = m.rank_bits, v.kind = 8, v.group = seg, v.bands = 1, v.groups = m.k / seg,
+  v.wide = true;
   v.code_bytes = seg * ROWS, v.tile_bytes = v.code_bytes + 2 * ROWS * 4;
   for (int64_t g = 0; g < groups; g++) {
     float scale[2][ROWS] = {};

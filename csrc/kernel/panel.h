@@ -53,12 +53,13 @@ template <int BITS, Form FORM, typename V = Isa> static inline void store_step(u
   }
 }
 
-// Columns [at, at + width) of a tile; whole blocks.
-template <int BITS, Form FORM, int NEAR>
+// Columns [at, at + width) of a tile; whole blocks. PLAIN: codes as they are, under super-scales, too.
+template <int BITS, Form FORM, int NEAR, bool PLAIN>
 static inline void decode_stretch(const Matrix &m, const uint8_t *tile, int at, int width, uint8_t *out) {
   const uint8_t *codes = tile + at / BLOCK * planes<BITS>(m) * 64;
   [[maybe_unused]] Sub sub;
-  if constexpr (has_sub(BITS)) sub = read_sub<BITS>(m, tile + m.code_bytes);
+  constexpr bool SCALED = has_sub(BITS) && !PLAIN;
+  if constexpr (SCALED) sub = read_sub<BITS>(m, tile + m.code_bytes);
   for (int b = 0; b < width; b += BLOCK, codes += planes<BITS>(m) * 64) {
     for (int j = 0; j < planes<BITS>(m); j++) {
       __builtin_prefetch(codes + PANEL_PREFETCH + 64 * j, 0, 2);
@@ -66,22 +67,22 @@ static inline void decode_stretch(const Matrix &m, const uint8_t *tile, int at, 
     }
     Isa::Bytes c[8];
     decode<BITS>(codes, planes<BITS>(m), c);
-    if constexpr (has_sub(BITS)) scale_codes<8>(sub, m.sub, at + b, c);
+    if constexpr (SCALED) scale_codes<8>(sub, m.sub, at + b, c);
     UNROLL for (int j = 0; j < 8; j++) { store_step<BITS, FORM>(out + (b * ROWS + 64 * j) * lines(FORM), c[j]); }
   }
 }
 
-template <Form FORM, int NEAR> static void decode_columns(const Matrix &m, const uint8_t *tile, int at, int width,
-                                                          uint8_t *out) {
+template <Form FORM, int NEAR, bool PLAIN = false> static void decode_columns(const Matrix &m, const uint8_t *tile,
+                                                                              int at, int width, uint8_t *out) {
   switch (m.kind) {
-    case E8P: return decode_stretch<E8P, FORM, NEAR>(m, tile, at, width, out);
-    case E8: return decode_stretch<E8, FORM, NEAR>(m, tile, at, width, out);
-    case 2: return decode_stretch<2, FORM, NEAR>(m, tile, at, width, out);
-    case 3: return decode_stretch<3, FORM, NEAR>(m, tile, at, width, out);
-    case 4: return decode_stretch<4, FORM, NEAR>(m, tile, at, width, out);
-    case SUPER + 2: return decode_stretch<SUPER + 2, FORM, NEAR>(m, tile, at, width, out);
-    case SUPER + 3: return decode_stretch<SUPER + 3, FORM, NEAR>(m, tile, at, width, out);
-    case SUPER + 4: return decode_stretch<SUPER + 4, FORM, NEAR>(m, tile, at, width, out);
-    default: return decode_stretch<8, FORM, NEAR>(m, tile, at, width, out);
+    case E8P: return decode_stretch<E8P, FORM, NEAR, PLAIN>(m, tile, at, width, out);
+    case E8: return decode_stretch<E8, FORM, NEAR, PLAIN>(m, tile, at, width, out);
+    case 2: return decode_stretch<2, FORM, NEAR, PLAIN>(m, tile, at, width, out);
+    case 3: return decode_stretch<3, FORM, NEAR, PLAIN>(m, tile, at, width, out);
+    case 4: return decode_stretch<4, FORM, NEAR, PLAIN>(m, tile, at, width, out);
+    case SUPER + 2: return decode_stretch<SUPER + 2, FORM, NEAR, PLAIN>(m, tile, at, width, out);
+    case SUPER + 3: return decode_stretch<SUPER + 3, FORM, NEAR, PLAIN>(m, tile, at, width, out);
+    case SUPER + 4: return decode_stretch<SUPER + 4, FORM, NEAR, PLAIN>(m, tile, at, width, out);
+    default: return decode_stretch<8, FORM, NEAR, PLAIN>(m, tile, at, width, out);
   }
 }

@@ -54,26 +54,25 @@ static int64_t spin_dots(int64_t rounds, int digits) {
   return rounds / CHAINS * CHAINS * 64 / digits;
 }
 
-// The short sums of `multiply_short`. V: not every Isa has them.
+// The short sums of `multiply_short`, of a segment of 64 columns. V: not every Isa has them.
 template <typename V = Isa> static int64_t spin_shorts(int64_t rounds, int digits) {
-  constexpr int FOLDED = 4;  // chains: these have temporaries beside their sums
+  constexpr int STEPS = 64 / 4;
   const Isa::Bytes codes = some_codes();
-  int8_t x[4 * FOLDED];
+  int8_t x[4 * CHAINS];
   memset(x, 3, sizeof x);
-  Isa::Ints a[FOLDED];
-  UNROLL for (int i = 0; i < FOLDED; i++) a[i] = Isa::zero();
-  for (int64_t r = 0; r < rounds; r += FOLDED * BLOCK / 4) {
-    Isa::Bytes run[FOLDED];
-    UNROLL for (int i = 0; i < FOLDED; i++) run[i] = Isa::bytes(0);
-    for (int step = 0; step < BLOCK; step += 4) {
-      hide(x);
-      UNROLL for (int i = 0; i < FOLDED; i++) run[i] = V::add_shorts(run[i], V::short_dot(codes, Isa::quad(x + 4 * i)));
-    }
-    UNROLL for (int i = 0; i < FOLDED; i++) a[i] = V::dot_shorts(a[i], run[i], Isa::factor(1));
+  Isa::Ints a[CHAINS];
+  UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
+  for (int64_t r = 0; r < rounds; r += CHAINS * STEPS) {
+    Isa::Bytes run[CHAINS];
+    UNROLL for (int i = 0; i < CHAINS; i++) run[i] = Isa::bytes(0);
+    for (int step = 0; step < STEPS; step++)
+      UNROLL for (int i = 0; i < CHAINS; i++) V::add_short_dot(run[i], codes, Isa::quad(x + 4 * i));
+    UNROLL for (int i = 0; i < CHAINS; i++) a[i] = V::dot_shorts(a[i], run[i], Isa::factor(1));
+    hide(x);
   }
   read_sums(a);
-  const int64_t steps = FOLDED * BLOCK / 4;
-  return (rounds + steps - 1) / steps * steps * 64 / digits;
+  const int64_t all = CHAINS * STEPS;
+  return (rounds + all - 1) / all * all * 64 / digits;
 }
 
 template <Form FORM, typename V = Isa> static int64_t spin_parts(int64_t rounds) {
@@ -97,8 +96,8 @@ template <Form FORM, typename V = Isa> static int64_t spin_parts(int64_t rounds)
 }
 
 [[maybe_unused]] static int64_t spin(int64_t rounds, int digits) {
+  if constexpr (Isa::SHORT_RUNS) return spin_shorts(rounds, digits);
   if constexpr (Isa::FORM != Form::BYTES)
     if (digits == TRILOBITE_EXACT) return spin_parts<Isa::FORM>(rounds);
-  if constexpr (Isa::SHORT_RUNS) return spin_shorts(rounds, digits);
   return spin_dots(rounds, digits);
 }

@@ -209,4 +209,4 @@ static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, 
   }
 }
 
-[[maybe_unused]] static int no_parts(int, int, int, bool) { return 0; }
+[[maybe_unused]] static int no_parts(int, int, int, bool, bool) { return 0; }

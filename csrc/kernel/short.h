@@ -1,6 +1,9 @@
-// One token, or two or three in turn, where a product of bytes is two sums of two in 16 bits: those of a whole segment, or
-// of a group under super-scales (group_sums.h), are added up in 16 bits, and only then widened to 32. They are the
-// integers, and make the bits of results, that rows.h makes.
+// A token, or as few as registers have room for sums of, where a product of bytes is two sums of two in 16 bits: those of a
+// whole segment, or of a group under super-scales (group_sums.h), are added up in 16 bits, and only then widened to 32. They
+// are the integers, and make the bits of results, that rows.h makes. More tokens: short_many.h.
+
+// Tokens that share a decoded step.
+constexpr int most_short(int digits) { return digits == 1 ? 4 : 2; }
 
 template <int KIND> constexpr int stored_bits() { return KIND >= SUPER ? KIND - SUPER : KIND; }
 
@@ -10,45 +13,46 @@ template <int SEG, int SUB> static inline Isa::Bytes read_lines(const Matrix &m,
 }
 
 // Steps AT and on of a segment: sums of RUN steps in `run`, then widened in `a`, times the scale of a group if it has one.
-template <int KIND, int D, int SEG, int SUB, int AT, typename V = Isa>
-__attribute__((always_inline)) static inline void short_steps(Isa::Ints a[D], Isa::Bytes run[D], const uint8_t *codes,
-                                                              const int8_t *q, int64_t digit, const Isa::Bytes &scale,
-                                                              int group) {
+template <int KIND, int D, int NT, int SEG, int SUB, int AT, typename V = Isa>
+__attribute__((always_inline)) static inline void short_steps(Isa::Ints a[NT][D], Isa::Bytes run[NT][D],
+                                                              const uint8_t *codes, const int8_t *q,
+                                                              const Isa::Bytes &scale, int group) {
   // At most 2 * 7 * 128 or 2 * 15 * 128 a step.
   constexpr int BITS = stored_bits<KIND>(), RUN = SUB ? SUB / 4 : BITS < 4 ? 16 : 8;
   const Isa::Bytes c = decode_step<BITS, AT % 8>(codes + AT / 8 * BITS * 64);
-  UNROLL for (int d = 0; d < D; d++) {
-    const Isa::Bytes p = V::short_dot(c, Isa::quad(q + d * digit + 4 * AT));
-    run[d] = AT % RUN ? V::add_shorts(run[d], p) : p;
-    V::in_order(run[d]);
+  UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) {
+    const auto x = Isa::quad(q + (d * NT + t) * SEG + 4 * AT);
+    if constexpr (AT % RUN) V::add_short_dot(run[t][d], c, x);
+    else run[t][d] = V::short_dot(c, x);
   }
   if constexpr (AT % RUN == RUN - 1 || 4 * AT + 4 == SEG) {
     const Isa::Bytes factor = SUB ? Isa::factor(scale, group + AT / RUN) : Isa::factor(1);
-    UNROLL for (int d = 0; d < D; d++) a[d] = V::dot_shorts(a[d], run[d], factor);
+    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] =
+        V::dot_shorts(a[t][d], run[t][d], factor);
   }
-  if constexpr (4 * AT + 4 < SEG) short_steps<KIND, D, SEG, SUB, AT + 1>(a, run, codes, q, digit, scale, group);
+  if constexpr (4 * AT + 4 < SEG) short_steps<KIND, D, NT, SEG, SUB, AT + 1>(a, run, codes, q, scale, group);
 }
 
 // NB bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the first-level
-// cache for all but the first. ONE: there is no other token, and so the distance of digits is known.
-template <int KIND, int D, int NB, int SEG, int SUB, bool ONE, typename V = Isa>
-static void short_bands(const Matrix &m, int64_t band, const Digits &x, int token, float *out) {
+// cache for all but the first.
+template <int KIND, int D, int NT, int NB, int SEG, int SUB, typename V = Isa>
+static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
   constexpr int FAR = PREFETCH / NB, BYTES = SEG / BLOCK * stored_bits<KIND>() * 64;
   const int per_group = m.group / SEG;
   const int64_t stride = m.groups * m.tile_bytes;
-  const int64_t digit = ONE ? SEG : (int64_t)x.count * SEG;
-  const int8_t *q = x.q + (int64_t)token * SEG;
-  const float *scale = x.scale + token, *sum = x.sum + token;
-  const int16_t *sums = x.sums + token * D * SUMS;
+  const int8_t *q = x.q;
+  const float *scale = x.scale, *sum = x.sum;
+  const int16_t *sums = x.sums;
   const uint8_t *tile = m.packed + band * stride;
   const bool plain = has_plain_scales(m);
-  Isa::Floats acc[NB];
-  for (int n = 0; n < NB; n++) acc[n] = m.add ? Isa::load(out + n * ROWS) : Isa::set1(0);
+  Isa::Floats acc[NB][NT];
+  for (int n = 0; n < NB; n++)
+    for (int t = 0; t < NT; t++) acc[n][t] = m.add ? Isa::load(out + t * ld + n * ROWS) : Isa::set1(0);
   for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
     // At the end of its band a stream goes on with the next band that nobody reads yet.
     const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
     for (int n = 0; n < NB; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, Isa::LOCALITY);
-    for (int s = 0; s < per_group; s++, q += D * digit, scale += x.count, sum += x.count, sums += x.count * D * SUMS) {
+    for (int s = 0; s < per_group; s++, q += NT * D * SEG, scale += NT, sum += NT, sums += NT * D * SUMS) {
       [[maybe_unused]] const int group = SUB ? s * SEG / (SUB ? SUB : 1) : 0;
       for (int n = 0; n < NB; n++) {
         const int8_t *near = q;
@@ -57,39 +61,39 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, int toke
         __asm__("" : "+r"(near), "+r"(near_sums));
         const uint8_t *at = tile + n * stride, *codes = at + s * BYTES, *meta = at + m.code_bytes;
         for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, Isa::LOCALITY);
-        Isa::Ints a[D];
-        Isa::Bytes run[D], scales{};
-        for (int d = 0; d < D; d++) a[d] = Isa::zero();
+        Isa::Ints a[NT][D];
+        Isa::Bytes run[NT][D], scales{};
+        UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] = Isa::zero();
         if constexpr (SUB != 0) scales = Isa::plus(Isa::mask(read_lines<SEG, SUB>(m, meta), 15), Isa::bytes(1));
-        short_steps<KIND, D, SEG, SUB, 0>(a, run, codes, near, digit, scales, group);
+        short_steps<KIND, D, NT, SEG, SUB, 0>(a, run, codes, near, scales, group);
         if constexpr (SUB != 0) {
           __asm__("" : "+r"(meta));  // or offsets are held, on the stack, while codes are multiplied
-          add_offsets<D>(a, unit_offsets<KIND>(read_lines<SEG, SUB>(m, meta)), near_sums, SEG, SUB, s * SEG);
+          const Isa::Bytes offsets = unit_offsets<KIND>(read_lines<SEG, SUB>(m, meta));
+          UNROLL for (int t = 0; t < NT; t++) add_offsets<D>(a[t], offsets, near_sums + t * D * SUMS, SEG, SUB, s * SEG);
         }
         const Affine w = SUB     ? read_super(m, offset_unit(KIND), band + n, g)
                          : plain ? read_plain(meta)
                                  : read_affine(m, meta, band + n, g);
-        const Isa::Floats dot = Isa::mul(combine<D>(a), Isa::set1(*scale));
-        acc[n] = Isa::fma(w.offset, Isa::set1(*sum), Isa::fma(w.scale, dot, acc[n]));
+        UNROLL for (int t = 0; t < NT; t++) {
+          const Isa::Floats dot = Isa::mul(combine<D>(a[t]), Isa::set1(scale[t]));
+          acc[n][t] = Isa::fma(w.offset, Isa::set1(sum[t]), Isa::fma(w.scale, dot, acc[n][t]));
+        }
       }
     }
   }
-  for (int n = 0; n < NB; n++) Isa::store(out + n * ROWS, acc[n]);
+  for (int n = 0; n < NB; n++)
+    for (int t = 0; t < NT; t++) Isa::store(out + t * ld + n * ROWS, acc[n][t]);
 }
 
 template <int KIND, int D, int SEG, int SUB>
 static void short_tokens(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  constexpr int NB = UNIT_BANDS;
-  int b = 0;
-  for (; b + NB <= bands; b += NB) {
-    float *o = out + b * ROWS;
-    if (x.count == 1) short_bands<KIND, D, NB, SEG, SUB, true>(m, band + b, x, 0, o);
-    else
-      for (int t = 0; t < x.count; t++) short_bands<KIND, D, NB, SEG, SUB, false>(m, band + b, x, t, o + t * ld);
-  }
-  for (; b < bands; b++)
-    for (int t = 0; t < x.count; t++)
-      short_bands<KIND, D, 1, SEG, SUB, false>(m, band + b, x, t, out + t * ld + b * ROWS);
+  auto all = [&](auto count, int) {
+    constexpr int NT = decltype(count)::VALUE, NB = UNIT_BANDS;
+    int b = 0;
+    for (; b + NB <= bands; b += NB) short_bands<KIND, D, NT, NB, SEG, SUB>(m, band + b, x, out + b * ROWS, ld);
+    for (; b < bands; b++) short_bands<KIND, D, NT, 1, SEG, SUB>(m, band + b, x, out + b * ROWS, ld);
+  };
+  call_with<most_short(D)>(x.count, 0, all);
 }
 
 template <int KIND, int D, int SEG>
@@ -116,7 +120,7 @@ static bool short_digits(const Matrix &m, int64_t band, int bands, const Digits 
 
 // Whether it was done here: digits of few tokens in segments of 32 or 64 columns, codes of up to 4 bits.
 static bool rows_short(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  if (x.count >= Isa::MANY || x.seg < BLOCK) return false;
+  if (x.parts || x.count > most_short(x.digits) || x.seg < BLOCK) return false;
   switch (m.kind) {
     case 2: return short_digits<2>(m, band, bands, x, out, ld);
     case 3: return short_digits<3>(m, band, bands, x, out, ld);

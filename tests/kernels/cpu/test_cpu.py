@@ -69,7 +69,7 @@ def test_linear_of_every_format(tier: str, fmt: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 9, 16, 17, 33])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 9, 16, 17, 33])
 def test_linear_of_every_type(tier: str, dtype: torch.dtype, tokens: int) -> None:
     for fmt in ("int3-g64", "int2-g16-dq", "int3-g16-super"):
         w = packed_weight(80, 320, fmt)
@@ -135,8 +135,10 @@ def test_random_shapes(data: st.DataObject) -> None:
         cpu.set_tier(os.environ.get("TRILOBITE_ISA"))
 
 
-@pytest.mark.parametrize("fmt", ["int3-g64", "int8-g32", "int4-g16", "int4-g32-super"])
-@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize(
+    "fmt", ["int3-g64", "int8-g32", "int8-g64", "int4-g16", "int4-g64", "int4-g32-super"]
+)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 22])
 def test_int8_activations_cost_precision_and_little_of_it(tier: str, fmt: str, tokens: int) -> None:
     w, x = packed_weight(64, 512, fmt), _x(tokens, 512)
     error = relative_error(ops.linear(x, w, settings=CpuSettings("int8")), reference.linear(x, w))
@@ -183,7 +185,7 @@ LARGEST = ["int2-g64", "int3-g32", "int3-g64", "int4-g64", "int8-g64"]
 
 
 @pytest.mark.parametrize("fmt", LARGEST + [f"int{b}-g{g}-super" for b in (2, 3, 4) for g in (16, 32)])
-@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
 def test_the_largest_sums_fit(tier: str, fmt: str, tokens: int) -> None:
     """All codes are the largest one, all digits but the highest are -128, or 127."""
     w, parsed = packed_weight(32, 128, fmt), Format.parse(fmt)

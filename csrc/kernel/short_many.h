@@ -1,0 +1,132 @@
+// Two and more tokens where a product of bytes is two sums of two in 16 bits (short.h): a segment of a band is decoded once
+// into the first-level cache, and as many tokens as there are registers for sums of them multiply it.
+
+struct ShortSegment {
+  alignas(64) uint8_t codes[2][64 * ROWS];  // of 8 bits: their lower and their upper four
+  Affine w;
+  // Under super-scales: columns of a group, the segment's column in its tile, scales of groups, offsets of pairs of them.
+  int group, at;
+  Isa::Bytes scale[64 / HALF], offset[2];
+};
+
+// Tokens of a block from one of them on, in a segment.
+struct ShortTokens {
+  const int8_t *q;
+  int64_t digit;  // from one digit to the next
+  const float *scale, *sum;
+  const int16_t *sums;
+};
+
+// Sums of NT tokens in 16 bits: columns [from, to) of a segment. V: not every Isa has them.
+template <int D, int NT, int SEG, typename V = Isa>
+static inline void add_run(const uint8_t *codes, const ShortTokens &x, int from, int to, Isa::Bytes run[NT][D]) {
+  for (int c = from; c < to; c += HALF) UNROLL for (int i = 0; i < HALF; i += 4) {
+      const Isa::Bytes step = Isa::load(codes + (c + i) * ROWS);
+      UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
+          V::add_short_dot(run[t][d], step, Isa::quad(x.q + d * x.digit + t * SEG + c + i));
+    }
+}
+
+// KIND: 3 or 4, codes of up to so many bits, of which those of 64 or 32 columns fit; 8, twice those of 4; SUPER, codes under
+// super-scales, as they are.
+template <int KIND, int D, int NT, int SEG, typename V = Isa>
+static void multiply_short(const ShortSegment &p, const ShortTokens &x, float *out) {
+  const int columns = KIND == SUPER ? p.group : KIND == 3 ? SEG : BLOCK;
+  Isa::Ints a[NT][D];
+  UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] = Isa::zero();
+  // Of the next segment: other blocks are far from here.
+  UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
+      __builtin_prefetch(x.q + (D + d) * x.digit + t * SEG, 0, 3);
+  for (int part = 0; part < (KIND == 8 ? 2 : 1); part++)
+    for (int from = 0, r = 0; from < SEG; from += columns, r++) {
+      Isa::Bytes run[NT][D];
+      UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) run[t][d] = Isa::bytes(0);
+      add_run<D, NT, SEG>(p.codes[part], x, from, from + columns, run);
+      const Isa::Bytes factor = KIND == SUPER ? p.scale[r] : Isa::factor(part ? 16 : 1);
+      UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] =
+          V::dot_shorts(a[t][d], run[t][d], factor);
+    }
+  if constexpr (KIND == SUPER)
+    for (int j = 0; j < pairs(SEG, p.group); j++)
+      UNROLL for (int t = 0; t < NT; t++)
+          add_pair<D, V>(a[t], p.offset[j], x.sums + t * D * SUMS, SEG, p.group, p.at, j);
+  UNROLL for (int t = 0; t < NT; t++)
+      add_product(p.w, Isa::mul(combine<D>(a[t]), Isa::set1(x.scale[t])), x.sum[t], out + t * ROWS);
+}
+
+// Under super-scales: what groups have, for the segment of SEG columns from column `at` of a tile.
+template <int SEG, typename V = Isa>
+static inline void read_groups(const Matrix &m, const uint8_t *meta, int at, ShortSegment &p) {
+  const Isa::Bytes lines = Isa::load_lanes(meta, m.group / m.sub);
+  const Isa::Bytes scales = Isa::plus(Isa::mask(lines, 15), Isa::bytes(1));
+  const Isa::Bytes offsets = Isa::times(Isa::field<4, 4>(lines), Isa::factor(offset_unit(m.kind)));
+  p.group = m.sub, p.at = at;
+  for (int j = 0; j < SEG / m.sub; j++) p.scale[j] = Isa::factor(scales, at / m.sub + j);
+  for (int j = 0; j < pairs(SEG, m.sub); j++) p.offset[j] = offset_pair<V>(offsets, m.sub, at, j);
+}
+
+template <int SEG> static inline void halve_codes(ShortSegment &p) {
+  for (int i = 0; i < SEG * ROWS; i += 64) {
+    const Isa::Bytes c = Isa::load(p.codes[0] + i);
+    Isa::store(p.codes[0] + i, Isa::field<0, 4>(c));
+    Isa::store(p.codes[1] + i, Isa::field<4, 4>(c));
+  }
+}
+
+template <int KIND, int D, int SEG>
+static void short_band(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
+  const uint8_t *tile = m.packed + band * m.groups * m.tile_bytes;
+  ShortSegment p;
+  PassSums<1> sums(m, x, out, ld);
+  for (int64_t g = 0, s = 0; g < m.groups; g++, tile += m.tile_bytes) {
+    const uint8_t *meta = tile + m.code_bytes;
+    __builtin_prefetch(meta + PANEL_NEAR, 0, 3);
+    p.w = read_affine(m, meta, band, g);
+    for (int at = 0; at < m.group; at += SEG, s++) {
+      decode_columns<Form::BYTES, PANEL_NEAR, true>(m, tile, at, SEG, p.codes[0]);
+      if constexpr (KIND == SUPER) read_groups<SEG>(m, meta, at, p);
+      if constexpr (KIND == 8) halve_codes<SEG>(p);
+      for (int block = 0; block < x.blocks(); block++) {
+        const int rows = x.rows(block);
+        const int64_t first = s * rows;
+        const ShortTokens all{x.q_block(block) + first * D * SEG, rows * SEG, x.scale_block(block) + first,
+                              x.sum_block(block) + first, x.sums_block(block) + first * D * SUMS};
+        in_runs<Isa::SUMS / D>(rows, [&](auto count, int t) {
+          const ShortTokens some{all.q + t * SEG, all.digit, all.scale + t, all.sum + t, all.sums + t * D * SUMS};
+          multiply_short<KIND, D, decltype(count)::VALUE, SEG>(p, some, sums.of(block) + t * ROWS);
+        });
+      }
+    }
+  }
+  sums.store(x, out, ld);
+}
+
+template <int KIND, int D>
+static void short_many(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  in_passes(x, out, ld, [&](const Digits &some, float *to) {
+    for (int b = 0; b < bands; b++) {
+      if (x.seg == 64) short_band<KIND, D, 64>(m, band + b, some, to + b * ROWS, ld);
+      else short_band<KIND, D, BLOCK>(m, band + b, some, to + b * ROWS, ld);
+    }
+  });
+}
+
+template <int KIND>
+static void short_many(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if (x.digits == TRILOBITE_INT8) short_many<KIND, 1>(m, band, bands, x, out, ld);
+  else short_many<KIND, 3>(m, band, bands, x, out, ld);
+}
+
+// Whether it was done here: digits in segments of 32 or 64 columns. Codes of an expanded V are bytes, but may have 3 bits.
+static bool rows_short_many(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if constexpr (Isa::SHORT_RUNS) {
+    const int bits = m.kind == 8 ? m.bits : code_bits(m.kind);
+    // Two tokens of one digit multiply bytes as fast as memory gives them without being halved (rows.h).
+    if (x.count == 1 || x.seg < BLOCK || (bits == 8 && x.count * x.digits == 2)) return false;
+    if (m.sub) short_many<SUPER>(m, band, bands, x, out, ld);
+    else if (bits == 8) short_many<8>(m, band, bands, x, out, ld);
+    else if (bits < 4) short_many<3>(m, band, bands, x, out, ld);
+    else short_many<4>(m, band, bands, x, out, ld);
+  }
+  return Isa::SHORT_RUNS;
+}
