@@ -63,6 +63,15 @@ struct Matrix {
   bool has_bytes() const { return sub || (kind == 8 && bits == 8) || (rank > 0 && rank_bits == 8); }
 };
 
+// Where the lowest of three digits is not zero, in steps of four columns of a segment: of 64 bfloat16 numbers about two are
+// so much less than the largest that they have one. step: the first MOST of them; four: their digits, or zeros.
+struct LowSteps {
+  static constexpr int MOST = 4;
+  int8_t four[MOST][4];
+  uint8_t step[MOST];
+  bool more;  // than MOST
+};
+
 // Activations [count, k], prepared for a tier, in one of two forms. Blocks are of 16 tokens, the last one smaller.
 //
 // Digits (parts = 0): per token and segment of 16, 32 or 64 columns a scale, and 1 or 3 signed 8-bit digits of x / scale,
@@ -71,6 +80,7 @@ struct Matrix {
 //   scale  [block][segment][token]
 //   sums   [block][segment][token][digit][8]: of the digits in each 16 columns, then in each 32; the rest is unused. Only
 //          tiers that read them (Isa::GROUP_SUMS) write them.
+//   low    [block][segment][token]: of three digits; likewise
 // Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for instructions that multiply those; or, `whole`, as it is.
 //   q      [block][32 columns][part][token of the block][column; in every four, the middle two are swapped] bfloat16
 //   q      [block][32 columns][token of the block][column] fp32
@@ -80,6 +90,7 @@ struct Digits {
   int8_t *q;
   float *scale, *sum;
   int16_t *sums;
+  LowSteps *low;
   int64_t k, segments;
   int count, seg, digits, parts;
   bool whole;
@@ -93,6 +104,7 @@ struct Digits {
   int16_t *sums_block(int block) const {
     return parts ? nullptr : sums + (int64_t)block * TOKENS * segments * digits * SUMS;
   }
+  LowSteps *low_block(int block) const { return low ? low + (int64_t)block * TOKENS * segments : nullptr; }
   // bfloat16 of 32 columns of one token.
   uint16_t *part(int block, int64_t chunk, int i, int row) const {
     return (uint16_t *)q_block(block) + ((chunk * parts + i) * rows(block) + row) * BLOCK;
@@ -104,7 +116,17 @@ struct Digits {
   // The tokens of up to `most` blocks from `block`.
   Digits blocks_from(int block, int most) const {
     const int rest = count - block * TOKENS, n = rest < most * TOKENS ? rest : most * TOKENS;
-    return {q_block(block), scale_block(block), sum_block(block), sums_block(block), k, segments, n, seg, digits, parts,
+    return {q_block(block),
+            scale_block(block),
+            sum_block(block),
+            sums_block(block),
+            low_block(block),
+            k,
+            segments,
+            n,
+            seg,
+            digits,
+            parts,
             whole};
   }
 };

@@ -61,6 +61,24 @@ static inline void sum_digits(const int8_t *q, int n, int16_t *sums) {
   for (int j = 0; j < 2; j++) sums[4 + j] = (int16_t)(of[2 * j] + of[2 * j + 1]);
 }
 
+// The steps of the lowest digit that are not zero, for `Digits::low`.
+static inline LowSteps low_steps(const int8_t *q, int n) {
+  int32_t four[16 + 1];
+  uint8_t step[16 + 1];
+  int count = 0;
+  for (int i = 0; i < n / 4; i++) {
+    memcpy(four + count, q + 4 * i, 4);
+    step[count] = (uint8_t)i;
+    count += four[count] != 0;
+  }
+  LowSteps low{};
+  low.more = count > LowSteps::MOST;
+  const int some = low.more ? LowSteps::MOST : count;
+  memcpy(low.four, four, some * 4);
+  memcpy(low.step, step, some);
+  return low;
+}
+
 // One segment of one token. A NaN or infinite value makes the scale NaN, and with it every result of the token.
 static inline void quantize_segment(const float *x, const Digits &d, int block, int64_t s, int row) {
   if (d.parts) return split_parts(x, d, block, s, row);
@@ -75,6 +93,7 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
   if (top >= 0x7f800000) {
     for (int i = 0; i < d.digits; i++) memset(q + i * stride, 0, n);
     memset(d.sums_block(block) + at * d.digits * SUMS, 0, d.digits * SUMS * sizeof(int16_t));
+    if (d.low) d.low_block(block)[at] = LowSteps{};
     d.scale_block(block)[at] = d.sum_block(block)[at] = bits_to_float(0x7fc00000);
     return;
   }
@@ -82,6 +101,7 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
   const float scale = d.digits == 1 ? split_int8(x, n, top, q, &total) : split_exact(x, n, top, q, stride, &total);
   d.scale_block(block)[at] = scale;
   d.sum_block(block)[at] = scale * (float)total;
+  if (Isa::SHORT_RUNS && d.low) d.low_block(block)[at] = low_steps(q, n);
   if (!Isa::GROUP_SUMS) return;
   for (int i = 0; i < d.digits; i++) sum_digits(q + i * stride, n, d.sums_block(block) + (at * d.digits + i) * SUMS);
 }

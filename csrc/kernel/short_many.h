@@ -1,5 +1,6 @@
 // Two and more tokens where a product of bytes is two sums of two in 16 bits (short.h): a segment of a band is decoded once
-// into the first-level cache, and as many tokens as there are registers for sums of them multiply it.
+// into the first-level cache, and as many tokens as there are registers for sums of them multiply it. Of three digits the
+// lowest is mostly zero (`LowSteps`): the others are multiplied together, then its few steps, or all of them.
 
 struct ShortSegment {
   alignas(64) uint8_t codes[2][64 * ROWS];  // of 8 bits: their lower and their upper four
@@ -15,33 +16,39 @@ struct ShortTokens {
   int64_t digit;  // from one digit to the next
   const float *scale, *sum;
   const int16_t *sums;
+  const LowSteps *low;
+
+  ShortTokens from(int t, int digits, int seg) const {
+    return {q + t * seg, digit, scale + t, sum + t, sums + t * digits * SUMS, low + t};
+  }
 };
 
-// Sums of NT tokens in 16 bits: columns [from, to) of a segment. V: not every Isa has them.
+// Sums of D digits of NT tokens in 16 bits: columns [from, to) of a segment. V: not every Isa has them.
 template <int D, int NT, int SEG, typename V = Isa>
-static inline void add_run(const uint8_t *codes, const ShortTokens &x, int from, int to, Isa::Bytes run[NT][D]) {
+static inline void add_run(const uint8_t *codes, const int8_t *q, int64_t digit, int from, int to,
+                           Isa::Bytes run[NT][D]) {
   for (int c = from; c < to; c += HALF) UNROLL for (int i = 0; i < HALF; i += 4) {
       const Isa::Bytes step = Isa::load(codes + (c + i) * ROWS);
       UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
-          V::add_short_dot(run[t][d], step, Isa::quad(x.q + d * x.digit + t * SEG + c + i));
+          V::add_short_dot(run[t][d], step, Isa::quad(q + d * digit + t * SEG + c + i));
     }
 }
 
-// KIND: 3 or 4, codes of up to so many bits, of which those of 64 or 32 columns fit; 8, twice those of 4; SUPER, codes under
-// super-scales, as they are.
-template <int KIND, int D, int NT, int SEG, typename V = Isa>
-static void multiply_short(const ShortSegment &p, const ShortTokens &x, float *out) {
+// Sums of D of ALL digits, from the first one on. KIND: 3 or 4, codes of up to so many bits, of which those of 64 or 32
+// columns fit; 8, twice those of 4; SUPER, codes under super-scales, as they are.
+template <int KIND, int D, int ALL, int NT, int SEG, typename V = Isa>
+static inline void sum_short(const ShortSegment &p, const ShortTokens &x, int first, Isa::Ints a[NT][D]) {
   const int columns = KIND == SUPER ? p.group : KIND == 3 ? SEG : BLOCK;
-  Isa::Ints a[NT][D];
+  const int8_t *q = x.q + first * x.digit;
   UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] = Isa::zero();
   // Of the next segment: other blocks are far from here.
   UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
-      __builtin_prefetch(x.q + (D + d) * x.digit + t * SEG, 0, 3);
+      __builtin_prefetch(q + (ALL + d) * x.digit + t * SEG, 0, 3);
   for (int part = 0; part < (KIND == 8 ? 2 : 1); part++)
     for (int from = 0, r = 0; from < SEG; from += columns, r++) {
       Isa::Bytes run[NT][D];
       UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) run[t][d] = Isa::bytes(0);
-      add_run<D, NT, SEG>(p.codes[part], x, from, from + columns, run);
+      add_run<D, NT, SEG>(p.codes[part], q, x.digit, from, from + columns, run);
       const Isa::Bytes factor = KIND == SUPER ? p.scale[r] : Isa::factor(part ? 16 : 1);
       UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] =
           V::dot_shorts(a[t][d], run[t][d], factor);
@@ -49,7 +56,37 @@ static void multiply_short(const ShortSegment &p, const ShortTokens &x, float *o
   if constexpr (KIND == SUPER)
     for (int j = 0; j < pairs(SEG, p.group); j++)
       UNROLL for (int t = 0; t < NT; t++)
-          add_pair<D, V>(a[t], p.offset[j], x.sums + t * D * SUMS, SEG, p.group, p.at, j);
+          add_pair<D, V>(a[t], p.offset[j], x.sums + (t * ALL + first) * SUMS, SEG, p.group, p.at, j);
+}
+
+template <int NT> static inline bool has_few_low(const LowSteps *low) {
+  bool more = false;
+  UNROLL for (int t = 0; t < NT; t++) more |= low[t].more;
+  return !more;
+}
+
+template <typename V = Isa> static inline Isa::Ints sum_low(const uint8_t *codes, const LowSteps &low) {
+  Isa::Bytes run = Isa::bytes(0);
+  UNROLL for (int i = 0; i < LowSteps::MOST; i++)
+      V::add_short_dot(run, Isa::load(codes + low.step[i] * 64), Isa::quad(low.four[i]));
+  return V::dot_shorts(Isa::zero(), run, Isa::factor(1));
+}
+
+template <int KIND, int D, int NT, int SEG>
+static void multiply_short(const ShortSegment &p, const ShortTokens &x, float *out) {
+  Isa::Ints a[NT][D];
+  if constexpr (D == 1) {
+    sum_short<KIND, 1, 1, NT, SEG>(p, x, 0, a);
+  } else {
+    Isa::Ints low[NT][1], high[NT][D - 1];
+    if ((KIND == 3 || KIND == 4) && has_few_low<NT>(x.low)) {
+      UNROLL for (int t = 0; t < NT; t++) low[t][0] = sum_low(p.codes[0], x.low[t]);
+    } else {
+      sum_short<KIND, 1, D, NT, SEG>(p, x, 0, low);
+    }
+    sum_short<KIND, D - 1, D, NT, SEG>(p, x, 1, high);
+    UNROLL for (int t = 0; t < NT; t++) a[t][0] = low[t][0], a[t][1] = high[t][0], a[t][2] = high[t][1];
+  }
   UNROLL for (int t = 0; t < NT; t++)
       add_product(p.w, Isa::mul(combine<D>(a[t]), Isa::set1(x.scale[t])), x.sum[t], out + t * ROWS);
 }
@@ -89,11 +126,11 @@ static void short_band(const Matrix &m, int64_t band, const Digits &x, float *ou
       for (int block = 0; block < x.blocks(); block++) {
         const int rows = x.rows(block);
         const int64_t first = s * rows;
-        const ShortTokens all{x.q_block(block) + first * D * SEG, rows * SEG, x.scale_block(block) + first,
-                              x.sum_block(block) + first, x.sums_block(block) + first * D * SUMS};
-        in_runs<Isa::SUMS / D>(rows, [&](auto count, int t) {
-          const ShortTokens some{all.q + t * SEG, all.digit, all.scale + t, all.sum + t, all.sums + t * D * SUMS};
-          multiply_short<KIND, D, decltype(count)::VALUE, SEG>(p, some, sums.of(block) + t * ROWS);
+        const ShortTokens all{x.q_block(block) + first * D * SEG,     rows * SEG,
+                              x.scale_block(block) + first,           x.sum_block(block) + first,
+                              x.sums_block(block) + first * D * SUMS, D == 1 ? nullptr : x.low_block(block) + first};
+        in_runs<Isa::SUMS / (D == 1 ? 1 : D - 1)>(rows, [&](auto count, int t) {
+          multiply_short<KIND, D, decltype(count)::VALUE, SEG>(p, all.from(t, D, SEG), sums.of(block) + t * ROWS);
         });
       }
     }

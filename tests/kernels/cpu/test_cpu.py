@@ -85,6 +85,17 @@ def test_nothing_of_a_bfloat16_number_is_lost(tier: str, tokens: int) -> None:
         assert (ops.linear(x, w) != expected).float().mean() < 2e-3
 
 
+@pytest.mark.parametrize("small", [0.01, 0.2, 1.0])
+@pytest.mark.parametrize("tokens", [2, 3, 7, 40])
+def test_few_of_a_segments_numbers_need_the_lowest_digit(tier: str, tokens: int, small: float) -> None:
+    """In none, some, or most steps of a segment: bfloat16 numbers as fp32, so that the result is not rounded."""
+    for fmt in ("int3-g64", "int4-g32", "int4-g64", "int2-g96"):
+        x = _x(tokens, 384)
+        x *= torch.where(_x(tokens, 384, seed=2) < 1.5, 1.0, small)
+        x[tokens // 2, 64:128] = torch.logspace(0, -9, 64)
+        assert _linear_error(packed_weight(80, 384, fmt), x.bfloat16().float()) < EXACT
+
+
 @pytest.mark.parametrize(
     ("rank", "kind"), [(1, "int3"), (5, "int3"), (16, "int8"), (37, "int3"), (3, "fp16")]
 )
