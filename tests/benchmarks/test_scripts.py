@@ -24,6 +24,7 @@ from benchmarks.quality import (
     budgets,
     codebooks,
     finetuned,
+    low_digits,
     offload_mixes,
     offload_traces,
     own_scales,
@@ -180,6 +181,16 @@ def test_analyses(run: Any, text: Path, work: Path, tmp_path: Path, monkeypatch:
     options = ["--models-folder", ROOT / "examples", "--models", "tiny-moe", "--only", "table2"]
     found = run(analyses, *options, "--text", text, "--context", CONTEXT, "--work", work)
     assert set(found["sections"]) == {"table2"}
+
+
+def test_low_digits(run: Any, model: Path, text: Path) -> None:
+    found = run(low_digits, model, "--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT)
+    for mean, share in found["low_digits"]["tiny"].values():
+        assert 0 < mean < 4
+        assert 0.8 < share <= 1
+    x = torch.ones(2, 128)
+    x[1, 69:75] = 2**-8 + 2**-15  # eight bits, of which the last is worth 2^-15
+    assert low_digits.steps(x).tolist() == [[0, 0], [0, 2]]
 
 
 def test_mixes(run: Any, model: Path, text: Path, work: Path) -> None:
