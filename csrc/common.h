@@ -63,7 +63,7 @@ struct Matrix {
   bool has_bytes() const { return sub || (kind == 8 && bits == 8) || (rank > 0 && rank_bits == 8); }
 };
 
-// Where the lowest of three digits is not zero, in steps of four columns of a segment: of 64 bfloat16 numbers about two are
+// Where the lowest of three digits is not zero, in steps of four columns of a segment: of 64 bfloat16 numbers one or two are
 // so much less than the largest that they have one. step: the first MOST of them; four: their digits, or zeros.
 struct LowSteps {
   static constexpr int MOST = 4;
@@ -80,7 +80,7 @@ struct LowSteps {
 //   scale  [block][segment][token]
 //   sums   [block][segment][token][digit][8]: of the digits in each 16 columns, then in each 32; the rest is unused. Only
 //          tiers that read them (Isa::GROUP_SUMS) write them.
-//   low    [block][segment][token]: of three digits; likewise
+//   low    [block][segment][token]: of three digits and two or more tokens; only tiers with short sums write them
 // Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for instructions that multiply those; or, `whole`, as it is.
 //   q      [block][32 columns][part][token of the block][column; in every four, the middle two are swapped] bfloat16
 //   q      [block][32 columns][token of the block][column] fp32
@@ -116,18 +116,10 @@ struct Digits {
   // The tokens of up to `most` blocks from `block`.
   Digits blocks_from(int block, int most) const {
     const int rest = count - block * TOKENS, n = rest < most * TOKENS ? rest : most * TOKENS;
-    return {q_block(block),
-            scale_block(block),
-            sum_block(block),
-            sums_block(block),
-            low_block(block),
-            k,
-            segments,
-            n,
-            seg,
-            digits,
-            parts,
-            whole};
+    Digits some = *this;
+    some.q = q_block(block), some.scale = scale_block(block), some.sum = sum_block(block);
+    some.sums = sums_block(block), some.low = low_block(block), some.count = n;
+    return some;
   }
 };
 
