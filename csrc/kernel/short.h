@@ -120,7 +120,7 @@ static bool short_digits(const Matrix &m, int64_t band, int bands, const Digits 
 
 // Whether it was done here: digits of few tokens in segments of 32 or 64 columns, codes of up to 4 bits.
 static bool rows_short(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  if (x.parts || x.count > most_short(x.digits) || x.seg < BLOCK) return false;
+  if (x.count > most_short(x.digits) || x.seg < BLOCK) return false;
   switch (m.kind) {
     case 2: return short_digits<2>(m, band, bands, x, out, ld);
     case 3: return short_digits<3>(m, band, bands, x, out, ld);
