@@ -139,6 +139,10 @@ int trilobite_descend(const trilobite_descent_args *args) {
   });
 }
 
+int trilobite_nearest_points(const float *x, int64_t count, int64_t bits, double ratio, int64_t *codes, float *points) {
+  return guarded([&] { return nearest_points(x, count, bits, ratio, codes, points); });
+}
+
 int trilobite_abi(void) { return TRILOBITE_ABI; }
 const char *trilobite_error(void) { return last_error(); }
 const char *trilobite_tier(void) { return tier().name; }

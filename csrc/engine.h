@@ -57,6 +57,7 @@ bool dense(const trilobite_dense_args &a);
 bool quantize(const trilobite_quantize_args &a);
 bool feed_back(const trilobite_feedback_args &a);
 bool descend(const trilobite_descent_args &a);
+bool nearest_points(const float *x, int64_t count, int64_t bits, double ratio, int64_t *codes, float *points);
 
 // Seconds to read `bytes` bytes once; multiply-accumulates per second.
 double read_seconds(const void *data, int64_t bytes, int threads);

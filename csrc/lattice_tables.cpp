@@ -3,28 +3,13 @@
 // In quarters, an E8P lane is sign * a + shift with a = 4c + 2, c = 0, 1, 2, and a shift of +-1. As whole numbers v with
 // lane = (2v - 15) / 4 that is v = 2c + 8 + (shift > 0), of which a negative sign flips the upper three bits: so v is an
 // exclusive or of what the pattern gives and of what the low byte of the codeword gives.
-#include <algorithm>
-#include <array>
-
 #include "common.h"
+#include "lattice_points.h"
 
 namespace trilobite {
 namespace {
 
-constexpr int LANES = 8;
-using Point = std::array<int, LANES>;  // in halves
-
-// Section C.1 of QuIP#: the patterns of norm 12.
-constexpr const char *PADDING =
-    "311133331311333311313333111333333331331133313131333113313331311333311313333111333313331133133131"
-    "331313313313311333131313331311333133331131333131313313313133311331331313133311331333331113333131"
-    "1333133113333113133313131133133333113331";
-
-int norm(const Point &p) {
-  int n = 0;
-  for (int v : p) n += v * v;
-  return n;
-}
+constexpr int LANES = LATTICE_LANES;
 
 // Eight codes -> where `decode` wants them.
 uint32_t place(const std::array<int, LANES> &codes) {
@@ -33,22 +18,8 @@ uint32_t place(const std::array<int, LANES> &codes) {
   return word;
 }
 
-// All points with lanes from `values`, in lexicographic order, for which `keep` holds -> out.
-template <typename Keep> void enumerate(const std::array<int, 3> &values, Keep keep, Point *out, int *count) {
-  for (int i = 0; i < 6561; i++) {
-    Point p;
-    for (int lane = LANES - 1, rest = i; lane >= 0; lane--, rest /= 3) p[lane] = values[rest % 3];
-    if (keep(p)) out[(*count)++] = p;
-  }
-}
-
 void fill_patterns(uint32_t *table) {
-  Point points[256];
-  int count = 0;
-  enumerate({1, 3, 5}, [](const Point &p) { return norm(p) <= 40; }, points, &count);
-  std::stable_sort(points, points + count, [](const Point &a, const Point &b) { return norm(a) < norm(b); });
-  for (const char *c = PADDING; count < 256; c += LANES, count++)
-    for (int lane = 0; lane < LANES; lane++) points[count][lane] = c[lane] - '0';
+  const Points points = e8p_patterns();
   for (int i = 0; i < 256; i++) {
     Point codes;
     int sum = 0;
@@ -82,24 +53,11 @@ uint64_t flip_matrix(const uint32_t *sign, int byte) {
 
 // Codes are twice the lane plus 4.
 void fill_e8(uint32_t *table) {
-  Point points[256] = {};
-  int count = 1;
-  const auto root = [](const Point &p) {
-    int sum = 0;
-    for (int v : p) sum += v;
-    return norm(p) == 8 && sum % 4 == 0;
-  };
-  enumerate({-2, 0, 2}, root, points, &count);
+  const Points points = e8_codebook();
   for (int i = 0; i < 256; i++) {
-    Point p;
-    for (int lane = 0; lane < LANES; lane++) p[lane] = i >> lane & 1 ? 1 : -1;
-    if (root(p)) points[count++] = p;
-  }
-  std::sort(points + 1, points + count);
-  for (int i = 0; count < 256; i++) points[count++][i / 2] = i % 2 ? -4 : 4;
-  for (int i = 0; i < 256; i++) {
-    for (int &v : points[i]) v += 4;
-    table[i] = place(points[i]);
+    Point codes = points[i];
+    for (int &v : codes) v += 4;
+    table[i] = place(codes);
   }
 }
 

@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 16
+#define TRILOBITE_ABI 17
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -273,5 +273,11 @@ typedef struct {
 } trilobite_descent_args;
 
 TRILOBITE_API int trilobite_descend(const trilobite_descent_args *args);
+
+// Lattice codebooks (formats/lattice.py): the codes of the points nearest to x, and these points. All [count, 8] but
+// codes, [count]. bits: 1 is the codebook E8, 2 is E8P, 3 and 4 are E8P and then E8 or E8P for what it leaves times
+// `ratio`. On the calling thread.
+TRILOBITE_API int trilobite_nearest_points(const float *x, int64_t count, int64_t bits, double ratio, int64_t *codes,
+                                           float *points);
 
 #endif

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
 BELOW_INTEGRATIONS = {*ALLOWED, "__init__"}
 """`integrations` may import everything below the command line; the members of TOP anything."""
 TOP = {"cli", "__main__", "doctor", "__init__"}
-NATIVE = tuple(f"trilobite.kernels.cpu.{m}" for m in ("quantize", "feedback", "native"))
+NATIVE = tuple(f"trilobite.kernels.cpu.{m}" for m in ("quantize", "feedback", "lattice", "native"))
 
 
 def part_of(path: Path) -> str:

@@ -136,7 +136,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 16
+ABI = 17
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 
@@ -153,6 +153,7 @@ CHECKED = (
     "quantize",
     "feed_back",
     "descend",
+    "nearest_points",
     "read_seconds",
     "peak_macs",
 )
@@ -178,6 +179,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "quantize": (c_int, [c_void_p]),
         "feed_back": (c_int, [c_void_p]),
         "descend": (c_int, [c_void_p]),
+        "nearest_points": (c_int, [c_void_p, c_int64, c_int64, c_double, c_void_p, c_void_p]),
         "error": (c_char_p, []),
         "tier": (c_char_p, []),
         "better_tier": (c_char_p, []),

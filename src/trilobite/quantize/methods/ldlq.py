@@ -17,6 +17,7 @@ from trilobite.formats import lattice
 from trilobite.formats.incoherence import Spin, draw_signs, read_signs
 from trilobite.formats.lattice import DIM, RHO, LatticeRecord
 from trilobite.formats.weight import PackedWeight
+from trilobite.kernels.cpu import lattice as cpu
 from trilobite.quantize.methods.hessian import check, given
 from trilobite.quantize.methods.quantized import Quantized
 from trilobite.recipe import LatticeFormat
@@ -170,7 +171,13 @@ def _record(fmt: LatticeFormat, factor: float = 1.0, ratio: float = 1.0) -> Latt
 
 
 def _quantizer(record: LatticeRecord) -> Quantizer:
-    return lambda vectors: lattice.nearest(vectors, record.format, record.ratio)
+    return lambda vectors: _find(vectors, record)
+
+
+def _find(vectors: Tensor, record: LatticeRecord) -> tuple[Tensor, Tensor]:
+    """`lattice.nearest`, natively where that can be."""
+    search = cpu.nearest if cpu.supports(vectors, record.format) else lattice.nearest
+    return search(vectors, record.format, record.ratio)
 
 
 def _nearest(rotated: Tensor, record: LatticeRecord) -> Rounded:
@@ -178,7 +185,7 @@ def _nearest(rotated: Tensor, record: LatticeRecord) -> Rounded:
     k = rotated.shape[1]
     codes, error = [], 0.0
     for rows in torch.split(rotated, max(1, BAND // k)):
-        nearest, points = lattice.nearest(rows.reshape(-1, DIM) / record.scale, record.format, record.ratio)
+        nearest, points = _find(rows.reshape(-1, DIM) / record.scale, record)
         codes.append(nearest.view(-1, k // DIM))
         error += float((rows.reshape(-1, DIM) - points * record.scale).square_().sum(dtype=torch.float64))
     return Rounded(record=record, codes=torch.cat(codes), error=error)
