@@ -145,22 +145,28 @@ def retouch(error: Tensor, codes: Tensor, w: Tensor, hessian: Tensor, quantizer:
 
     error: [N, K] W - W_q    codes: [N, K/8]    w: [N, K]    hessian: [K, K]
     """
-    gradient = error @ hessian
-    for first in range(0, w.shape[1], DIM):
-        columns = slice(first, first + DIM)
-        block = hessian[columns, columns]
-        now = w[:, columns] - error[:, columns]
-        slope = gradient[:, columns]
-        nearest, points = quantizer(now + torch.linalg.solve(block, slope.T).T)
-        step = points - now
-        gain = (step * (2 * slope - step @ block)).sum(-1)
-        # Above zero: between points that are equally good fp32 noise would decide, differently on each machine.
-        better = gain > 1e-6 * (step @ block * step).sum(-1)
-        step = step * better[:, None]
-        codes[:, first // DIM] = torch.where(better, nearest, codes[:, first // DIM])
-        error[:, columns] -= step
-        # At once, not after the pass: a block that is moved given old errors of others may raise the loss.
-        gradient.addmm_(step, hessian[columns], alpha=-1)
+    k = w.shape[1]
+    blocks = torch.stack([hessian[i : i + DIM, i : i + DIM] for i in range(0, k, DIM)])
+    inverses = torch.linalg.inv(blocks)
+    for start in range(0, k, LAZY):
+        span = slice(start, start + LAZY)
+        gradient = error @ hessian[:, span]
+        now, near = w[:, span] - error[:, span], hessian[span, span]
+        for first in range(0, now.shape[1], DIM):
+            columns, number = slice(first, first + DIM), (start + first) // DIM
+            slope = gradient[:, columns].contiguous()
+            nearest, points = quantizer(now[:, columns] + slope @ inverses[number])
+            step = points - now[:, columns]
+            curved = step @ blocks[number]
+            # Above zero: between points that are equally good fp32 noise would decide, differently on each machine.
+            better = (step * (2 * slope - curved)).sum(-1) > 1e-6 * (curved * step).sum(-1)
+            step *= better[:, None]
+            codes[:, number] = torch.where(better, nearest, codes[:, number])
+            now[:, columns] += step
+            # At once, not after the pass: a block that is moved given old errors of others may raise the loss.
+            behind = slice(first + DIM, None)
+            gradient[:, behind].addmm_(step, near[columns, behind], alpha=-1)
+        torch.sub(w[:, span], now, out=error[:, span])
 
 
 def _record(fmt: LatticeFormat, factor: float = 1.0, ratio: float = 1.0) -> LatticeRecord:
