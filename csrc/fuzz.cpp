@@ -168,6 +168,24 @@ bool fuzz_dense() {
   });
 }
 
+// Vectors of any numbers, damaged ones too: codes are those of points.
+bool fuzz_nearest() {
+  const int64_t count = pick(0, 60), bits = pick(1, 4);
+  auto x = activations(8 * count);
+  for (int64_t i = pick(0, 3) ? 0 : pick(0, count); i > 0; i--) {
+    const uint32_t any = (uint32_t)g_random();
+    memcpy(&x[pick(0, 8 * count - 1)], &any, 4);
+  }
+  std::vector<int64_t> codes(count);
+  std::vector<float> points(8 * count);
+  if (trilobite_nearest_points(x.data(), count, bits, 0.5 * (double)pick(1, 8), codes.data(), points.data()))
+    return printf("nearest points: %s\n", trilobite_error()), false;
+  for (int64_t code : codes)
+    if (code < 0 || code >> (8 * bits))
+      return printf("nearest points of %ld bits: %ld\n", (long)bits, (long)code), false;
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -175,7 +193,7 @@ int main(int argc, char **argv) {
   g_random.seed(argc > 2 ? atoi(argv[2]) : 1);
   for (int i = 0; i < rounds; i++)
     if (!fuzz_linear() || !fuzz_together() || !fuzz_lattice() || !fuzz_experts(false) || !fuzz_experts(true) ||
-        !fuzz_attention() || !fuzz_dense() || !fuzz_step()) {
+        !fuzz_attention() || !fuzz_dense() || !fuzz_nearest() || !fuzz_step()) {
       printf("failed in round %d\n", i);
       return 1;
     }

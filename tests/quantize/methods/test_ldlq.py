@@ -122,7 +122,9 @@ def test_the_bound_of_theorem_4_1_holds(seed: int) -> None:
     assert loss < 0.7 * float(((plain @ h) * plain).sum())
 
 
-def test_retouching_never_costs() -> None:
+@pytest.mark.parametrize("lazy", [8, 40, 128])
+def test_retouching_never_costs(lazy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ldlq, "LAZY", lazy)
     h, w = hessian(96), weights(30, 96) * 50
     codes, error = block_ldlq(w, block_ldl(h)[0], nearest_e8p)
     losses = [((error @ h) * error).sum(-1)]
