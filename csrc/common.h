@@ -64,11 +64,12 @@ struct Matrix {
 };
 
 // Where the lowest of three digits is not zero, in steps of four columns of a segment: of 64 bfloat16 numbers one or two are
-// so much less than the largest that they have one. step: the first MOST of them; four: their digits, or zeros.
+// so much less than the largest that they have one. step: the first MOST of them; four: their digits, or zeros; parts: a bit
+// for each 16 columns, the lowest for the first, that has any.
 struct LowSteps {
   static constexpr int MOST = 4;
   int8_t four[MOST][4];
-  uint8_t step[MOST];
+  uint8_t step[MOST], parts;
   bool more;  // than MOST
 };
 
@@ -80,7 +81,7 @@ struct LowSteps {
 //   scale  [block][segment][token]
 //   sums   [block][segment][token][digit][8]: of the digits in each 16 columns, then in each 32; the rest is unused. Only
 //          tiers that read them (Isa::GROUP_SUMS) write them.
-//   low    [block][segment][token]: of three digits and two or more tokens; only tiers with short sums write them
+//   low    [block][segment][token]: of three digits; only tiers with short sums write them
 // Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for instructions that multiply those; or, `whole`, as it is.
 //   q      [block][32 columns][part][token of the block][column; in every four, the middle two are swapped] bfloat16
 //   q      [block][32 columns][token of the block][column] fp32

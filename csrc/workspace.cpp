@@ -41,7 +41,7 @@ Digits Workspace::digits(int64_t count, int64_t k, int seg, int digits, int part
   d.scale = get<float>(s + TOKENS);
   d.sum = get<float>(s + TOKENS);
   if (!d.parts) d.sums = get<int16_t>(s * digits * SUMS);
-  if (!d.parts && digits > 1 && count > 1) d.low = get<LowSteps>(s);
+  if (!d.parts && digits > 1) d.low = get<LowSteps>(s);
   memset(d.q + q, 0, SLACK);
   memset(d.scale + s, 0, TOKENS * sizeof(float));
   memset(d.sum + s, 0, TOKENS * sizeof(float));

@@ -65,13 +65,15 @@ static inline void sum_digits(const int8_t *q, int n, int16_t *sums) {
 static inline LowSteps low_steps(const int8_t *q, int n) {
   int32_t four[16 + 1];
   uint8_t step[16 + 1];
-  int count = 0;
+  int count = 0, parts = 0;
   for (int i = 0; i < n / 4; i++) {
     memcpy(four + count, q + 4 * i, 4);
     step[count] = (uint8_t)i;
-    count += four[count] != 0;
+    const int any = four[count] != 0;
+    count += any, parts |= any << i / 4;
   }
   LowSteps low{};
+  low.parts = (uint8_t)parts;
   low.more = count > LowSteps::MOST;
   const int some = low.more ? LowSteps::MOST : count;
   memcpy(low.four, four, some * 4);

@@ -5,6 +5,9 @@
 // Tokens that share a decoded step.
 constexpr int most_short(int digits) { return digits == 1 ? 4 : 2; }
 
+// Steps that have a lowest of three digits together, or have none (`LowSteps::parts`); of one digit, all of a segment.
+template <int D, int SEG> constexpr int part_steps() { return D == 1 ? SEG / 4 : HALF / 4; }
+
 template <int KIND> constexpr int stored_bits() { return KIND >= SUPER ? KIND - SUPER : KIND; }
 
 // Bytes of the groups of a tile: scales below, offsets above.
@@ -12,25 +15,41 @@ template <int SEG, int SUB> static inline Isa::Bytes read_lines(const Matrix &m,
   return Isa::load_lanes(meta, (SEG == 64 ? 64 : m.group) / SUB);
 }
 
-// Steps AT and on of a segment: sums of RUN steps in `run`, then widened in `a`, times the scale of a group if it has one.
-template <int KIND, int D, int NT, int SEG, int SUB, int AT, typename V = Isa>
-__attribute__((always_inline)) static inline void short_steps(Isa::Ints a[NT][D], Isa::Bytes run[NT][D],
-                                                              const uint8_t *codes, const int8_t *q,
-                                                              const Isa::Bytes &scale, int group) {
+// Steps AT and on of a part of a segment, digits FIRST and on: sums of RUN steps in `run`, then widened in `a`, times the
+// scale of a group if it has one.
+template <int KIND, int D, int FIRST, int NT, int SEG, int SUB, int AT, typename V = Isa>
+__attribute__((always_inline)) static inline void short_part(Isa::Ints a[NT][D], Isa::Bytes run[NT][D],
+                                                             const uint8_t *codes, const int8_t *q,
+                                                             const Isa::Bytes &scale, int group) {
   // At most 2 * 7 * 128 or 2 * 15 * 128 a step.
-  constexpr int BITS = stored_bits<KIND>(), RUN = SUB ? SUB / 4 : BITS < 4 ? 16 : 8;
+  constexpr int BITS = stored_bits<KIND>(), RUN = SUB ? SUB / 4 : BITS < 4 ? 16 : 8, PART = part_steps<D, SEG>();
   const Isa::Bytes c = decode_step<BITS, AT % 8>(codes + AT / 8 * BITS * 64);
-  UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) {
-    const auto x = Isa::quad(q + (d * NT + t) * SEG + 4 * AT);
-    if constexpr (AT % RUN) V::add_short_dot(run[t][d], c, x);
-    else run[t][d] = V::short_dot(c, x);
+  UNROLL for (int t = 0; t < NT; t++) {
+    if constexpr (FIRST != 0 && AT % RUN == 0 && RUN > PART) run[t][0] = Isa::bytes(0);
+    UNROLL for (int d = FIRST; d < D; d++) {
+      const auto x = Isa::quad(q + (d * NT + t) * SEG + 4 * AT);
+      if constexpr (AT % RUN) V::add_short_dot(run[t][d], c, x);
+      else run[t][d] = V::short_dot(c, x);
+    }
   }
   if constexpr (AT % RUN == RUN - 1 || 4 * AT + 4 == SEG) {
     const Isa::Bytes factor = SUB ? Isa::factor(scale, group + AT / RUN) : Isa::factor(1);
-    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] =
+    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = RUN > PART ? 0 : FIRST; d < D; d++) a[t][d] =
         V::dot_shorts(a[t][d], run[t][d], factor);
   }
-  if constexpr (4 * AT + 4 < SEG) short_steps<KIND, D, NT, SEG, SUB, AT + 1>(a, run, codes, q, scale, group);
+  if constexpr (AT % PART + 1 < PART) short_part<KIND, D, FIRST, NT, SEG, SUB, AT + 1>(a, run, codes, q, scale, group);
+}
+
+// Parts from step AT on. low: a bit for each, the lowest for the first, that has a lowest of three digits.
+template <int KIND, int D, int NT, int SEG, int SUB, int AT>
+__attribute__((always_inline)) static inline void short_steps(Isa::Ints a[NT][D], Isa::Bytes run[NT][D],
+                                                              const uint8_t *codes, const int8_t *q,
+                                                              const Isa::Bytes &scale, int group, int low) {
+  constexpr int PART = part_steps<D, SEG>();
+  if (D == 1 || low >> AT / PART & 1) short_part<KIND, D, 0, NT, SEG, SUB, AT>(a, run, codes, q, scale, group);
+  else short_part<KIND, D, D == 1 ? 0 : 1, NT, SEG, SUB, AT>(a, run, codes, q, scale, group);
+  if constexpr (4 * (AT + PART) < SEG)
+    short_steps<KIND, D, NT, SEG, SUB, AT + PART>(a, run, codes, q, scale, group, low);
 }
 
 // NB bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the first-level
@@ -43,6 +62,7 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
   const int8_t *q = x.q;
   const float *scale = x.scale, *sum = x.sum;
   const int16_t *sums = x.sums;
+  const LowSteps *lows = x.low;
   const uint8_t *tile = m.packed + band * stride;
   const bool plain = has_plain_scales(m);
   Isa::Floats acc[NB][NT];
@@ -53,6 +73,8 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
     const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
     for (int n = 0; n < NB; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, Isa::LOCALITY);
     for (int s = 0; s < per_group; s++, q += NT * D * SEG, scale += NT, sum += NT, sums += NT * D * SUMS) {
+      int low = 0;
+      for (int t = 0; D > 1 && t < NT; t++) low |= lows++->parts;
       [[maybe_unused]] const int group = SUB ? s * SEG / (SUB ? SUB : 1) : 0;
       for (int n = 0; n < NB; n++) {
         const int8_t *near = q;
@@ -65,7 +87,7 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
         Isa::Bytes run[NT][D], scales{};
         UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] = Isa::zero();
         if constexpr (SUB != 0) scales = Isa::plus(Isa::mask(read_lines<SEG, SUB>(m, meta), 15), Isa::bytes(1));
-        short_steps<KIND, D, NT, SEG, SUB, 0>(a, run, codes, near, scales, group);
+        short_steps<KIND, D, NT, SEG, SUB, 0>(a, run, codes, near, scales, group, low);
         if constexpr (SUB != 0) {
           __asm__("" : "+r"(meta));  // or offsets are held, on the stack, while codes are multiplied
           const Isa::Bytes offsets = unit_offsets<KIND>(read_lines<SEG, SUB>(m, meta));
