@@ -4,8 +4,9 @@
 
 Runs the models in bfloat16 and cuts what enters attention, its output matrix and the MLPs into digits as the CPU engine
 does (csrc/kernel/digits.h): per segment of 64 columns, multiples of 2^-21 of the power of two at or below the largest.
-By input, over all layers: in how many of a segment's 16 steps of four columns some lowest digit is not zero, and how
-many segments have no more than the four such steps for which the engine has room. The last line is JSON.
+By input, over all layers: in how many of a segment's 16 steps of four columns some lowest digit is not zero, how many
+segments have no more than the four such steps for which the engine has room (many tokens), and how many times 16 columns
+have none (one token). The last line is JSON.
 """
 
 from collections import defaultdict
@@ -20,36 +21,42 @@ from benchmarks.lib.scoring import open_bench
 from benchmarks.lib.script import add_page, add_text, parser, publish
 from trilobite.runtime.load import load
 
-SEGMENT, STEP, ROOM = 64, 4, 4
+SEGMENT, STEP, ROOM, PART = 64, 4, 4, 4
+"""Columns; columns; steps; steps."""
 INPUTS = {"q_proj": "attention", "o_proj": "its output matrix", "mlp": "MLP"}
 """By the last part of a module's name: what its input is called."""
 
 
 def steps(x: Tensor) -> Tensor:
-    """Steps of each segment that have a lowest digit. x: [tokens, K], K a multiple of 64    returns: [tokens, K / 64]"""
+    """Which steps have a lowest digit. x: [tokens, K], K a multiple of 64    returns: [tokens, K / 64, 16]"""
     segments = x.double().unflatten(-1, (-1, SEGMENT))
     top = torch.frexp(segments.abs().amax(-1, keepdim=True)).exponent - 1
     whole = torch.round(torch.ldexp(segments, 21 - top)).long()
     low = (whole + 128) % 256 != 128
-    return low.unflatten(-1, (-1, STEP)).any(-1).sum(-1)
+    return low.unflatten(-1, (-1, STEP)).any(-1)
 
 
 @torch.inference_mode()
 def measure(model: Path, ids: Tensor, context: int) -> dict[str, list[float]]:
-    """By input: mean steps, share of segments with at most ROOM. ids: [tokens] int64"""
+    """By input: mean steps, share of segments with at most ROOM, of parts with none. ids: [tokens] int64"""
     found: dict[str, list[Tensor]] = defaultdict(list)
 
     def look(name: str, _: nn.Module, given: tuple[Tensor, ...]) -> None:
         if given:
-            found[name].append(steps(given[0].flatten(0, -2)).flatten())
+            found[name].append(steps(given[0].flatten(0, -2)).flatten(0, -2))
 
     original = load(str(model), dtype=torch.bfloat16)
     for path, module in original.named_modules():
         if name := INPUTS.get(path.rpartition(".")[2]):
             module.register_forward_pre_hook(partial(look, name))
     original(ids[: len(ids) // context * context].view(-1, context))
-    of = {name: torch.cat(parts) for name, parts in found.items()}
-    return {name: [float(s.double().mean()), float((s <= ROOM).double().mean())] for name, s in of.items()}
+    return {name: summary(torch.cat(parts)) for name, parts in found.items()}
+
+
+def summary(low: Tensor) -> list[float]:
+    """What `measure` says. low: [segments, 16]"""
+    count, none = low.sum(-1), ~low.unflatten(-1, (-1, PART)).any(-1)
+    return [float(t.double().mean()) for t in (count, count <= ROOM, none)]
 
 
 def main() -> None:
@@ -64,11 +71,13 @@ def main() -> None:
         bench = open_bench(model, args.text, context=args.context, tokens=args.tokens)
         found[model.name] = measure(model, bench.ids, args.context)
     rows = [
-        (model, name, f"{mean:.2f}", f"{share:.1%}")
+        (model, name, f"{mean:.2f}", f"{few:.1%}", f"{none:.1%}")
         for model, of in found.items()
-        for name, (mean, share) in of.items()
+        for name, (mean, few, none) in of.items()
     ]
-    report = table(("model", "input of", "steps of 16", f"segments with up to {ROOM}"), rows)
+    report = table(
+        ("model", "input of", "steps of 16", f"segments with up to {ROOM}", "16 columns without"), rows
+    )
     publish(report, {"low_digits": found}, page=args.page, marker="low-digits")
 
 

@@ -185,12 +185,15 @@ def test_analyses(run: Any, text: Path, work: Path, tmp_path: Path, monkeypatch:
 
 def test_low_digits(run: Any, model: Path, text: Path) -> None:
     found = run(low_digits, model, "--text", text, "--context", CONTEXT, "--tokens", 2 * CONTEXT)
-    for mean, share in found["low_digits"]["tiny"].values():
+    for mean, few, none in found["low_digits"]["tiny"].values():
         assert 0 < mean < 4
-        assert 0.8 < share <= 1
+        assert 0.8 < few <= 1
+        assert 0.5 < none < 1
     x = torch.ones(2, 128)
     x[1, 69:75] = 2**-8 + 2**-15  # eight bits, of which the last is worth 2^-15
-    assert low_digits.steps(x).tolist() == [[0, 0], [0, 2]]
+    low = low_digits.steps(x)
+    assert low.sum(-1).tolist() == [[0, 0], [0, 2]]
+    assert low_digits.summary(low[1]) == [1, 1, 7 / 8]
 
 
 def test_mixes(run: Any, model: Path, text: Path, work: Path) -> None:
