@@ -1,5 +1,6 @@
 // Nearest points of the lattice codebooks: the loops of trilobite/formats/lattice.py, which explains the search.
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "engine.h"
