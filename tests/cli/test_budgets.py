@@ -100,13 +100,15 @@ def test_fit_leaves_room_for_the_context(run: Run, original: Path) -> None:
         (("--fit", "1MiB"), "the least that is possible is"),
         (("--bits", 3, "--sensitivity", "absent.json"), "absent.json: cannot be read"),
         (("--bits", 3, "--method", "hqq"), "method 'hqq': a budget goes with search or gptq"),
+        (("--bits", 3, "--importance", "some"), "importance 'some'; expected auto, or one of none, weights"),
+        (("--bits", 3, "--columns", "some"), "columns 'some'; expected auto, or one of none, sinkhorn"),
     ],
 )
 @pytest.mark.parametrize("importance", [(), ("--importance", "none")], ids=["default", "none"])
 def test_impossible_budgets_are_one_line(
     run: Run, original: Path, arguments: tuple[object, ...], said: str, importance: tuple[str, ...]
 ) -> None:
-    done = run("plan", original, *arguments, *importance)
+    done = run("plan", original, *importance, *arguments)
     assert done.status == 1
     assert done.err.strip().startswith("error: ")
     assert said in done.err

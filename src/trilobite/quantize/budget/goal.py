@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trilobite.errors import BudgetError
-from trilobite.recipe import Role
+from trilobite.recipe import COLUMNS, IMPORTANCES, Role
 
 GIB = 2**30
 METHODS = ("search", "gptq")
@@ -40,12 +40,18 @@ class Budget:
     sensitivities: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise BudgetError unless one bound is given, and a method that there is."""
+        """Raise BudgetError unless one bound is given, and a method, column scales and importance that there are."""
         given = [name for name in ("bits", "size", "fit") if getattr(self, name) is not None]
         if len(given) != 1:
             raise BudgetError(f"{len(given)} budgets are given; expected one: bits, size or fit")
         if self.method not in METHODS:
             raise BudgetError(f"method {self.method!r}: a budget goes with {' or '.join(METHODS)}")
+        for name, value, known in (
+            ("columns", self.columns, COLUMNS),
+            ("importance", self.importance, IMPORTANCES),
+        ):
+            if value not in ("auto", *known):
+                raise BudgetError(f"{name} {value!r}; expected auto, or one of {', '.join(known)}")
 
     @property
     def name(self) -> str:
