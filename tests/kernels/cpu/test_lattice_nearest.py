@@ -30,7 +30,8 @@ def test_codes_are_those_of_the_reference(fmt: LatticeFormat, scale: float) -> N
     expected, points = reference.nearest(x, fmt, 2.5)
     codes, found = lattice.nearest(x, fmt, 2.5)
     same = codes == expected
-    assert bool(same.all()) or scale == FAR
+    # Where two points are equally near up to rounding, which adds up in another order on another machine.
+    assert int((~same).sum()) <= 2 or scale == FAR
     assert torch.allclose(found[same], points[same], rtol=0, atol=1e-6)
     assert torch.allclose((x - found).norm(dim=-1), (x - points).norm(dim=-1), rtol=1e-6)
 

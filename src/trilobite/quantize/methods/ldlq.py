@@ -112,7 +112,7 @@ def block_ldl(h: Tensor, g: int = DIM) -> tuple[Tensor, Tensor]:
     if failed:
         raise CalibrationError("the Hessian is not positive definite; calibrate with more text (--samples)")
     upper = factor.flip(0, 1)  # H = R R^T, R upper triangular
-    blocks = torch.stack([upper[i : i + g, i : i + g] for i in range(0, k, g)])
+    blocks = _diagonal_blocks(upper, g)
     columns = upper.T.reshape(k // g, g, k)  # R^T, block row by block row
     lower = torch.linalg.solve_triangular(blocks.mT, columns, upper=False)
     return lower.reshape(k, k), blocks @ blocks.mT
@@ -146,7 +146,7 @@ def retouch(error: Tensor, codes: Tensor, w: Tensor, hessian: Tensor, quantizer:
     error: [N, K] W - W_q    codes: [N, K/8]    w: [N, K]    hessian: [K, K]
     """
     k = w.shape[1]
-    blocks = torch.stack([hessian[i : i + DIM, i : i + DIM] for i in range(0, k, DIM)])
+    blocks = _diagonal_blocks(hessian, DIM)
     inverses = torch.linalg.inv(blocks)
     for start in range(0, k, LAZY):
         span = slice(start, start + LAZY)
@@ -167,6 +167,11 @@ def retouch(error: Tensor, codes: Tensor, w: Tensor, hessian: Tensor, quantizer:
             behind = slice(first + DIM, None)
             gradient[:, behind].addmm_(step, near[columns, behind], alpha=-1)
         torch.sub(w[:, span], now, out=error[:, span])
+
+
+def _diagonal_blocks(matrix: Tensor, g: int) -> Tensor:
+    """[K, K] -> [K/g, g, g]."""
+    return torch.stack([matrix[i : i + g, i : i + g] for i in range(0, len(matrix), g)])
 
 
 def _record(fmt: LatticeFormat, factor: float = 1.0, ratio: float = 1.0) -> LatticeRecord:
