@@ -67,16 +67,25 @@ struct Matrix {
 // so much less than the largest that they have one. step: the first MOST of them; four: their digits, or zeros; parts: a bit
 // for each 16 columns, the lowest for the first, that has any.
 struct LowSteps {
-  static constexpr int MOST = 4;
+  static constexpr int MOST = 2;
   int8_t four[MOST][4];
   uint8_t step[MOST], parts;
   bool more;  // than MOST
 };
 
+// What enters a product, for the form in which a tier wants it. dtype: of the model's activations.
+struct Activations {
+  int64_t count, k;
+  int seg, dtype, digits;
+  bool computed;  // in fp32, from those of dtype: results of an activation function, rotated values
+  bool bytes;     // of a matrix that reads them (`Matrix::has_bytes`)
+};
+
 // Activations [count, k], prepared for a tier, in one of two forms. Blocks are of 16 tokens, the last one smaller.
 //
 // Digits (parts = 0): per token and segment of 16, 32 or 64 columns a scale, and 1 or 3 signed 8-bit digits of x / scale,
-// the most significant last. Products with codes are then exact in int32, on every tier.
+// the most significant last. Products with codes are then exact in int32, on every tier. `two`: the lowest of three is left
+// out and zero.
 //   q      [block][segment][digit][token of the block][column of the segment] int8
 //   scale  [block][segment][token]
 //   sums   [block][segment][token][digit][8]: of the digits in each 16 columns, then in each 32; the rest is unused. Only
@@ -94,7 +103,7 @@ struct Digits {
   LowSteps *low;
   int64_t k, segments;
   int count, seg, digits, parts;
-  bool whole;
+  bool whole, two;
 
   int element_bytes() const { return whole ? 4 : parts ? 2 * parts : digits; }
   int blocks() const { return (count + TOKENS - 1) / TOKENS; }
@@ -136,9 +145,9 @@ struct Tier {
   const char *name;
   // Bytes of thread-local scratch that `rows` may use.
   size_t scratch_bytes;
-  // bfloat16 parts in which `rows` wants `count` tokens that came as `dtype`, WHOLE for fp32, or 0 for digits. Results of
-  // an activation function are fp32; they are kept to 16 bits more than `dtype` has. bytes: of a matrix that reads them.
-  int (*parts)(int count, int dtype, int digits, bool intermediate, bool bytes);
+  // bfloat16 parts in which `rows` wants them, WHOLE for fp32, or 0 for digits. What is computed in fp32 from 16-bit
+  // activations keeps 16 bits.
+  int (*parts)(const Activations &a);
   // Rows `index[i]` (or i when index is NULL) of x [.., k] -> tokens of one block of d.
   void (*quantize_block)(const void *x, int dtype, const int32_t *index, const Digits &d, int block);
   // Columns [column, column + width) of all tokens, from fp32 x [count, ld]; width is a multiple of d.seg.

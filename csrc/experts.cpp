@@ -111,9 +111,8 @@ bool read_matrices(const trilobite_experts_args &a, Active &e) {
   return true;
 }
 
-Digits prepared(const Call &c, Workspace &ws, int count, int64_t k, int seg, bool intermediate, bool bytes) {
-  const int parts = c.t.parts(count, (int)c.a.dtype, (int)c.a.digits, intermediate, bytes);
-  return ws.digits(count, k, seg, (int)c.a.digits, parts);
+Digits prepared(const Call &c, Workspace &ws, int count, int64_t k, int seg, bool computed, bool bytes) {
+  return ws.digits(c.t, {count, k, seg, (int)c.a.dtype, (int)c.a.digits, computed, bytes});
 }
 
 // Digits of x per expert; with one token all experts that cut it into the same segments share one copy.

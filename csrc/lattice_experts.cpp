@@ -78,11 +78,10 @@ const View *view_of(Layer &l, const Active &e, const Rotation &r, int seg, bool 
     const View &v = l.views[i];
     if (v.input == in && v.index == index && v.d.seg == seg) return &v;
   }
-  const int count = c.shared_x ? 1 : e.count, digits = (int)c.a.digits;
-  // Rotated values fill all bits of an fp32, so they are kept as results of an activation function are.
-  const int parts = c.t.parts(count, (int)c.a.dtype, digits, r.signs != nullptr, bytes);
+  const int count = c.shared_x ? 1 : e.count;
+  const bool rotated = r.signs != nullptr;
   View &v = l.views[l.view_count++];
-  v = {l.ws.digits(count, c.a.hidden, seg, digits, parts), in, index};
+  v = {l.ws.digits(c.t, {count, c.a.hidden, seg, (int)c.a.dtype, (int)c.a.digits, rotated, bytes}), in, index};
   return &v;
 }
 
@@ -96,8 +95,7 @@ const Output *output_of(Layer &l, const Rotation &r) {
 
 Digits intermediate(const Layer &l, int count, int seg, bool bytes) {
   const ExpertsCall &c = l.c;
-  const int digits = (int)c.a.digits;
-  return l.ws.digits(count, c.a.intermediate, seg, digits, c.t.parts(count, (int)c.a.dtype, digits, true, bytes));
+  return l.ws.digits(c.t, {count, c.a.intermediate, seg, (int)c.a.dtype, (int)c.a.digits, true, bytes});
 }
 
 Work prepare(Layer &l, Active &e) {

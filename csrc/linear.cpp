@@ -71,8 +71,7 @@ void pass(const Call &c, const Product *products, int count, int64_t first, int6
   const uint8_t *x = c.x + first * any.k * (c.dtype == TRILOBITE_F32 ? 4 : 2);
   int64_t bytes = 0;
   for (int i = 0; i < count; i++) bytes += tile_bytes(*products[i].m);
-  const int parts = c.t.parts((int)tokens, c.dtype, c.digits, false, any.has_bytes());
-  const Digits d = ws.digits(tokens, any.k, segment(any.group), c.digits, parts);
+  const Digits d = ws.digits(c.t, {tokens, any.k, segment(any.group), c.dtype, c.digits, false, any.has_bytes()});
   const int threads = bytes * tokens < SMALL ? 1 : c.threads;
   float *z[MOST_TOGETHER] = {nullptr};
   int per_task[MOST_TOGETHER];
@@ -129,12 +128,11 @@ void pass_lattice(const Call &c, const Product &p, int64_t first, int64_t tokens
   const int count = (int)tokens, seg = segment(m.group);
   const int64_t ld = ceil_div(m.n, UNIT) * UNIT, scratch = scratch_bytes(c.t, m.k);
   float *turned = ws.get<float>(tokens * m.k), *out = ws.get<float>(tokens * ld);
-  // Rotated values fill all bits of an fp32, so they are kept as results of an activation function are.
-  const Digits d = ws.digits(tokens, m.k, seg, c.digits, c.t.parts(count, c.dtype, c.digits, true, false));
+  const Digits d = ws.digits(c.t, {tokens, m.k, seg, c.dtype, c.digits, true, false});
   Digits plain{};
   float *z = nullptr;
   if (m.rank > 0) {
-    plain = ws.digits(tokens, m.k, seg, c.digits, c.t.parts(count, c.dtype, c.digits, false, m.has_bytes()));
+    plain = ws.digits(c.t, {tokens, m.k, seg, c.dtype, c.digits, false, m.has_bytes()});
     z = ws.get<float>(tokens * m.rank);
   }
   const int threads = tile_bytes(m) * tokens < SMALL ? 1 : c.threads;

@@ -31,17 +31,18 @@ void *Workspace::bytes(int64_t size) {
   return at;
 }
 
-Digits Workspace::digits(int64_t count, int64_t k, int seg, int digits, int parts) {
+Digits Workspace::digits(const Tier &t, const Activations &a) {
   Digits d{};
-  if (seg < BLOCK) parts = 0;  // they come in whole blocks of columns
-  d.k = k, d.segments = k / seg, d.count = (int)count, d.seg = seg, d.digits = digits;
+  const int parts = a.seg < BLOCK ? 0 : t.parts(a);  // they come in whole blocks of columns
+  d.k = a.k, d.segments = a.k / a.seg, d.count = (int)a.count, d.seg = a.seg, d.digits = a.digits;
   d.whole = parts == WHOLE, d.parts = d.whole ? 1 : parts;
-  const int64_t q = count * k * d.element_bytes(), s = count * d.segments;
+  d.two = a.digits == TRILOBITE_EXACT && a.computed && a.dtype != TRILOBITE_F32;
+  const int64_t q = a.count * a.k * d.element_bytes(), s = a.count * d.segments;
   d.q = get<int8_t>(q + SLACK);
   d.scale = get<float>(s + TOKENS);
   d.sum = get<float>(s + TOKENS);
-  if (!d.parts) d.sums = get<int16_t>(s * digits * SUMS);
-  if (!d.parts && digits > 1) d.low = get<LowSteps>(s);
+  if (!d.parts) d.sums = get<int16_t>(s * d.digits * SUMS);
+  if (!d.parts && d.digits > 1) d.low = get<LowSteps>(s);
   memset(d.q + q, 0, SLACK);
   memset(d.scale + s, 0, TOKENS * sizeof(float));
   memset(d.sum + s, 0, TOKENS * sizeof(float));

@@ -16,8 +16,8 @@ class Workspace {
 
   // `count` elements at a multiple of 64 bytes, valid until reset(). Not initialised.
   template <typename T> T *get(int64_t count) { return (T *)bytes(count * (int64_t)sizeof(T)); }
-  // Activations [count, k] in segments of `seg` columns; their slack is zeroed.
-  Digits digits(int64_t count, int64_t k, int seg, int digits, int parts);
+  // In the form that a tier wants; their slack is zeroed.
+  Digits digits(const Tier &t, const Activations &a);
   // Forget everything handed out. Keeps at most a decode-sized amount of memory.
   void reset();
 

@@ -3,10 +3,10 @@
     python -m benchmarks.quality.low_digits MODEL... [--tokens 1024] [--page docs/performance.md]
 
 Runs the models in bfloat16 and cuts what enters attention, its output matrix and the MLPs into digits as the CPU engine
-does (csrc/kernel/digits.h): per segment of 64 columns, multiples of 2^-21 of the power of two at or below the largest.
-By input, over all layers: in how many of a segment's 16 steps of four columns some lowest digit is not zero, how many
-segments have no more than the four such steps for which the engine has room (many tokens), and how many times 16 columns
-have none (one token). The last line is JSON.
+does (csrc/kernel/digits.h): per segment of 64 columns, multiples of the least power of two with which the largest has
+three. By input, over all layers: in how many of a segment's 16 steps of four columns some lowest digit is not zero, how
+many segments have no more than the two such steps for which the engine has room (many tokens), and how many times 16
+columns have none (one token). The last line is JSON.
 """
 
 from collections import defaultdict
@@ -21,8 +21,10 @@ from benchmarks.lib.scoring import open_bench
 from benchmarks.lib.script import add_page, add_text, parser, publish
 from trilobite.runtime.load import load
 
-SEGMENT, STEP, ROOM, PART = 64, 4, 4, 4
+SEGMENT, STEP, ROOM, PART = 64, 4, 2, 4
 """Columns; columns; steps; steps."""
+LARGEST = 127 * (2**16 + 2**8 + 1)
+"""Of three digits."""
 INPUTS = {"q_proj": "attention", "o_proj": "its output matrix", "mlp": "MLP"}
 """By the last part of a module's name: what its input is called."""
 
@@ -30,8 +32,8 @@ INPUTS = {"q_proj": "attention", "o_proj": "its output matrix", "mlp": "MLP"}
 def steps(x: Tensor) -> Tensor:
     """Which steps have a lowest digit. x: [tokens, K], K a multiple of 64    returns: [tokens, K / 64, 16]"""
     segments = x.double().unflatten(-1, (-1, SEGMENT))
-    top = torch.frexp(segments.abs().amax(-1, keepdim=True)).exponent - 1
-    whole = torch.round(torch.ldexp(segments, 21 - top)).long()
+    scale = torch.frexp(segments.abs().amax(-1, keepdim=True) / LARGEST).exponent
+    whole = torch.round(torch.ldexp(segments, -scale)).long()
     low = (whole + 128) % 256 != 128
     return low.unflatten(-1, (-1, STEP)).any(-1)
 

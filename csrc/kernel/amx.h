@@ -37,10 +37,10 @@ struct TileConfig {
 
 #include "amx_few.h"
 
-static int parts_amx(int count, int dtype, int digits, bool intermediate, bool) {
-  if (count < PARTS_FROM || digits == TRILOBITE_INT8) return 0;
-  if (dtype == TRILOBITE_F32) return 3;
-  return dtype == TRILOBITE_F16 || intermediate ? 2 : 1;
+static int parts_amx(const Activations &a) {
+  if (a.count < PARTS_FROM || a.digits == TRILOBITE_INT8) return 0;
+  if (a.dtype == TRILOBITE_F32) return 3;
+  return a.dtype == TRILOBITE_F16 || a.computed ? 2 : 1;
 }
 
 template <bool BF16>

@@ -1,13 +1,17 @@
 // Activations -> digits. See `Digits` in common.h for the layout.
 
-// Digits of x[0..n) with scale 2^e such that |x / scale| < 2^22: exact for bf16 down to 2^-14 of the largest value.
-static inline float split_exact(const float *x, int n, uint32_t top, int8_t *q, int64_t stride, int32_t *total) {
-  int e = (int)(top >> 23) - 127;
-  e = e < -100 ? -100 : e;  // keeps 2^(21-e) finite; what is lost is below 2^-121
-  const float inverse = bits_to_float((uint32_t)(21 - e + 127) << 23);
+// Digits of x[0..n), whose scale is the least power of two that they are enough for: exact for bf16 down to 2^-14 of the
+// largest value. two: multiples of 256 of the scale.
+static inline float split_exact(const float *x, int n, uint32_t top, int8_t *q, int64_t stride, bool two,
+                                int32_t *total) {
+  // The largest digits are 127 * 2^16 + 127 * 2^8 + 127, 1.99216 * 2^22; a larger mantissa carries into the exponent.
+  int e = (int)((top + 0x10101) >> 23) - 127;
+  e = e < -100 ? -100 : e;  // keeps 2^(22-e) finite; what is lost is below 2^-122
+  const int unit = two ? 8 : 0;
+  const float inverse = bits_to_float((uint32_t)(22 - unit - e + 127) << 23);
   int32_t sum = 0;
   for (int i = 0; i < n; i++) {
-    const int32_t v = (int32_t)__builtin_rintf(x[i] * inverse);
+    const int32_t v = (int32_t)__builtin_rintf(x[i] * inverse) << unit;
     const int32_t v1 = (v + 128) >> 8, v2 = (v1 + 128) >> 8;
     q[i] = (int8_t)v;
     q[stride + i] = (int8_t)v1;
@@ -15,7 +19,7 @@ static inline float split_exact(const float *x, int n, uint32_t top, int8_t *q, 
     sum += v;
   }
   *total = sum;
-  return bits_to_float((uint32_t)(e - 21 + 127) << 23);
+  return bits_to_float((uint32_t)(e - 22 + 127) << 23);
 }
 
 static inline float split_int8(const float *x, int n, uint32_t top, int8_t *q, int32_t *total) {
@@ -100,7 +104,8 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
     return;
   }
   int32_t total;
-  const float scale = d.digits == 1 ? split_int8(x, n, top, q, &total) : split_exact(x, n, top, q, stride, &total);
+  const float scale =
+      d.digits == 1 ? split_int8(x, n, top, q, &total) : split_exact(x, n, top, q, stride, d.two, &total);
   d.scale_block(block)[at] = scale;
   d.sum_block(block)[at] = scale * (float)total;
   if (Isa::SHORT_RUNS && d.low) d.low_block(block)[at] = low_steps(q, n);

@@ -170,9 +170,9 @@ static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits 
   rows_few(m, band, bands, x, out, ld);
 }
 
-[[maybe_unused]] static int parts_vectors(int count, int dtype, int digits, bool intermediate, bool bytes) {
-  if (count < Isa::MANY || digits == TRILOBITE_INT8 || (Isa::SHORT_RUNS && !bytes)) return 0;
+[[maybe_unused]] static int parts_vectors(const Activations &a) {
+  if (a.count < Isa::MANY || a.digits == TRILOBITE_INT8 || (Isa::SHORT_RUNS && !a.bytes)) return 0;
   if (Isa::FORM == Form::SINGLES) return WHOLE;
   // Two products of bfloat16 numbers cost more than three of bytes.
-  return Isa::FORM == Form::PAIRS && dtype == TRILOBITE_BF16 && !intermediate;
+  return Isa::FORM == Form::PAIRS && a.dtype == TRILOBITE_BF16 && !a.computed;
 }

@@ -9,12 +9,16 @@
 // Bytes ahead, of all streams together, into the cache that Isa::LOCALITY says.
 constexpr int PREFETCH = 8192;
 
+// Sums of digits. 2^8 * d2 + d1 fits int32 (64 columns, 8-bit codes); the lowest of three is added in fp32.
+static inline Isa::Floats combine_high(const Isa::Ints high[2]) { return Isa::to_float(Isa::shl8_add(high[1], high[0])); }
+
+static inline Isa::Floats combine_low(Isa::Floats high, Isa::Ints low) {
+  return Isa::fma(high, Isa::set1(256.0f), Isa::to_float(low));
+}
+
 template <int D> static inline Isa::Floats combine(const Isa::Ints a[D]) {
-  if (D == 1) return Isa::to_float(a[0]);
-  // 2^8 * d2 + d1 fits int32 (64 columns, 8-bit codes); the last digit is added
-  // in fp32.
-  const Isa::Floats high = Isa::to_float(Isa::shl8_add(a[D - 1], a[D > 1 ? 1 : 0]));
-  return Isa::fma(high, Isa::set1(256.0f), Isa::to_float(a[0]));
+  if constexpr (D == 1) return Isa::to_float(a[0]);
+  else return combine_low(combine_high(a + 1), a[0]);
 }
 
 // Sums of WIDE bands += codes of STEPS steps times the digits of NT tokens. V:
@@ -209,4 +213,4 @@ static void rows_few(const Matrix &m, int64_t band, int bands, const Digits &x, 
   }
 }
 
-[[maybe_unused]] static int no_parts(int, int, int, bool, bool) { return 0; }
+[[maybe_unused]] static int no_parts(const Activations &) { return 0; }

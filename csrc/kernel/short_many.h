@@ -59,10 +59,13 @@ static inline void sum_short(const ShortSegment &p, const ShortTokens &x, int fi
           add_pair<D, V>(a[t], p.offset[j], x.sums + (t * ALL + first) * SUMS, SEG, p.group, p.at, j);
 }
 
-template <int NT> static inline bool has_few_low(const LowSteps *low) {
-  bool more = false;
-  UNROLL for (int t = 0; t < NT; t++) more |= low[t].more;
-  return !more;
+// Steps that the lowest digits of NT tokens need, of each: none, as many as `LowSteps` has room for, all.
+enum class Low { NONE, FEW, ALL };
+
+template <int NT> static inline Low least_steps(const LowSteps *low) {
+  int any = 0, more = 0;
+  UNROLL for (int t = 0; t < NT; t++) any |= low[t].parts, more |= low[t].more;
+  return more ? Low::ALL : any ? Low::FEW : Low::NONE;
 }
 
 template <typename V = Isa> static inline Isa::Ints sum_low(const uint8_t *codes, const LowSteps &low) {
@@ -74,21 +77,27 @@ template <typename V = Isa> static inline Isa::Ints sum_low(const uint8_t *codes
 
 template <int KIND, int D, int NT, int SEG>
 static void multiply_short(const ShortSegment &p, const ShortTokens &x, float *out) {
-  Isa::Ints a[NT][D];
+  Isa::Floats dot[NT];
   if constexpr (D == 1) {
+    Isa::Ints a[NT][D];
     sum_short<KIND, 1, 1, NT, SEG>(p, x, 0, a);
+    UNROLL for (int t = 0; t < NT; t++) dot[t] = combine<1>(a[t]);
   } else {
-    Isa::Ints low[NT][1], high[NT][D - 1];
-    if ((KIND == 3 || KIND == 4) && has_few_low<NT>(x.low)) {
-      UNROLL for (int t = 0; t < NT; t++) low[t][0] = sum_low(p.codes[0], x.low[t]);
+    Isa::Ints high[NT][D - 1], low[NT][1];
+    sum_short<KIND, D - 1, D, NT, SEG>(p, x, 1, high);
+    UNROLL for (int t = 0; t < NT; t++) dot[t] = combine_high(high[t]);
+    const Low steps = least_steps<NT>(x.low);
+    if (steps == Low::NONE) {
+      UNROLL for (int t = 0; t < NT; t++) dot[t] = Isa::mul(dot[t], Isa::set1(256));
+    } else if ((KIND == 3 || KIND == 4) && steps == Low::FEW) {
+      UNROLL for (int t = 0; t < NT; t++) dot[t] = combine_low(dot[t], sum_low(p.codes[0], x.low[t]));
     } else {
       sum_short<KIND, 1, D, NT, SEG>(p, x, 0, low);
+      UNROLL for (int t = 0; t < NT; t++) dot[t] = combine_low(dot[t], low[t][0]);
     }
-    sum_short<KIND, D - 1, D, NT, SEG>(p, x, 1, high);
-    UNROLL for (int t = 0; t < NT; t++) a[t][0] = low[t][0], a[t][1] = high[t][0], a[t][2] = high[t][1];
   }
   UNROLL for (int t = 0; t < NT; t++)
-      add_product(p.w, Isa::mul(combine<D>(a[t]), Isa::set1(x.scale[t])), x.sum[t], out + t * ROWS);
+      add_product(p.w, Isa::mul(dot[t], Isa::set1(x.scale[t])), x.sum[t], out + t * ROWS);
 }
 
 // Under super-scales: what groups have, for the segment of SEG columns from column `at` of a tile.
