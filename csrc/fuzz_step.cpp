@@ -8,7 +8,7 @@ StepCount g_steps{};
 
 namespace {
 
-int64_t size_of(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : 2; }
+int64_t size_of(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : dtype == TRILOBITE_BOOL ? 1 : 2; }
 
 // Numbers at which products overflow, signs turn, shapes end.
 int64_t hostile() {
@@ -50,10 +50,10 @@ struct List {
   }
 
   void add_map() {
-    trilobite_step_node &n = add(pick(TRILOBITE_COPY, TRILOBITE_SWISH));
+    trilobite_step_node &n = add(pick(TRILOBITE_COPY, TRILOBITE_FILL));
     for (int d = 0; d < TRILOBITE_DIMENSIONS; d++) n.shape[d] = d < 3 ? pick(1, 4) : pick(1, 700);
-    n.out = tensor(n.shape, pick(0, 2), false), n.a = tensor(n.shape, pick(0, 2), true), n.number = 2;
-    if (pick(0, 3)) n.b = tensor(n.shape, pick(0, 2), true);
+    n.out = tensor(n.shape, pick(0, 3), false), n.a = tensor(n.shape, pick(0, 3), true), n.number = 2;
+    if (n.kind == TRILOBITE_FILL || pick(0, 3)) n.b = tensor(n.shape, pick(0, 3), true);
     if (!pick(0, 3)) n.a = n.out;
   }
   void add_sum() {
@@ -76,6 +76,15 @@ struct List {
     n.a = slot(size * count * width, dtype), n.out = slot(size * count * n.lanes, dtype);
     n.b = slot(8 * count * n.lanes, 0);
     if (dtype == TRILOBITE_F32 && !pick(0, 3)) ((float *)n.a.data)[pick(0, width - 1)] = NAN;
+  }
+  void add_places() {
+    trilobite_step_node &n = add(pick(TRILOBITE_PICK, TRILOBITE_SCATTER));
+    const int64_t count = n.shape[2] = pick(1, 3), width = n.shape[3] = pick(1, 300), some = n.lanes = pick(1, 9);
+    const bool scatter = n.kind == TRILOBITE_SCATTER;
+    const int64_t dtype = scatter ? TRILOBITE_F32 : pick(0, 2), size = size_of(dtype);
+    n.out = slot(size * count * (scatter ? width : some), dtype), n.b = slot(8 * count * some, 0), n.number = 1;
+    if (!scatter) n.a = slot(size * count * width, dtype);
+    for (int64_t i = 0; i < count * some; i++) ((int64_t *)n.b.data)[i] = pick(0, 19) ? pick(0, width - 1) : hostile();
   }
   void add_number() {
     trilobite_step_node &n = add(TRILOBITE_NUMBER);
@@ -150,7 +159,7 @@ struct List {
     // What some nodes point to is there once.
     bool linear = false, experts_there = false, attention = false;
     while (length-- > 0) {
-      const int64_t what = pick(0, 11);
+      const int64_t what = pick(0, 12);
       if (what == 5 && !linear) add_linear(), linear = true;
       else if (what == 6 && !experts_there) add_experts(), experts_there = true;
       else if (what == 7 && !attention) add_attention(), attention = true;
@@ -160,6 +169,7 @@ struct List {
       else if (what == 9) add_softmax();
       else if (what == 10) add_top();
       else if (what == 11) add_number();
+      else if (what == 12) add_places();
       else add_map();
     }
   }

@@ -51,6 +51,20 @@ int gather(const trilobite_step_node &n) {
   return 0;
 }
 
+// Those of a row that an index says; or, a number put there.
+int at_places(const trilobite_step_node &n) {
+  const int64_t rows = n.shape[2], width = n.shape[3], size = size_of(n.out.dtype);
+  const auto *place = (const int64_t *)n.b.data;
+  for (int64_t i = 0; i < rows * n.lanes; i++)
+    if (place[i] < 0 || place[i] >= width) return refuse("value", place[i], width);
+  for (int64_t i = 0; i < rows * n.lanes; i++) {
+    const int64_t at = i / n.lanes * width + place[i];
+    if (n.kind == TRILOBITE_SCATTER) ((float *)n.out.data)[at] = n.number;
+    else memcpy((uint8_t *)n.out.data + i * size, (const uint8_t *)n.a.data + at * size, size);
+  }
+  return 0;
+}
+
 bool same_input(const trilobite_step_node &n, const trilobite_step_node &other) {
   return other.kind == n.kind && other.a.data == n.a.data && other.a.dtype == n.a.dtype &&
          other.shape[2] == n.shape[2] && other.digits == n.digits && other.threads == n.threads;
@@ -121,6 +135,8 @@ int run(const trilobite_step_node &n, int64_t threads) {
     case TRILOBITE_TOP: return top(n), 0;
     case TRILOBITE_NUMBER: return *(float *)n.out.data = (float)*(const int64_t *)n.b.data, 0;
     case TRILOBITE_GATHER: return gather(n);
+    case TRILOBITE_PICK:
+    case TRILOBITE_SCATTER: return at_places(n);
     case TRILOBITE_EXPERTS: return experts(n, threads);
     case TRILOBITE_APPEND: return append(n);
     case TRILOBITE_ATTEND: return attend(n, threads);

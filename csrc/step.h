@@ -5,7 +5,7 @@
 
 namespace trilobite {
 
-inline int64_t size_of(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : 2; }
+inline int64_t size_of(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : dtype == TRILOBITE_BOOL ? 1 : 2; }
 
 constexpr int64_t WIDEST = 1024;  // values of a row of which the largest are taken
 

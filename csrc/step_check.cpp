@@ -34,7 +34,7 @@ bool inside(const char *name, const void *data, int64_t bytes, int64_t needed, i
 }
 
 bool inside(const char *name, const Operand &o, const int64_t *shape) {
-  if (!known_dtype(o.dtype)) return fail("%s: element type %lld", name, (long long)o.dtype);
+  if (!known_dtype(o.dtype) && o.dtype != TRILOBITE_BOOL) return fail("%s: element type %lld", name, (long long)o.dtype);
   const int64_t size = size_of(o.dtype);
   return inside(name, o.data, o.bytes, extent(o, shape, size), size);
 }
@@ -63,6 +63,7 @@ bool apart_or_same(const Node &n, const Operand &o) {
 
 bool check_map(const Node &n) {
   if (!inside("operand", n.a, n.shape) || !result(n.out, n.shape) || !apart_or_same(n, n.a)) return false;
+  if (n.kind == TRILOBITE_FILL && n.b.data == nullptr) return fail("fill: without places");
   return n.b.data == nullptr || (inside("operand", n.b, n.shape) && apart_or_same(n, n.b));
 }
 
@@ -116,6 +117,22 @@ bool check_gather(const Node &n) {
   return inside("table", n.a.data, n.a.bytes, table, 1) && inside("index", n.b.data, n.b.bytes, 8, 8) &&
          inside("result", n.out.data, n.out.bytes, width, 1) && apart(n.out, width, n.a, table) &&
          apart(n.out, width, n.b, 8);
+}
+
+bool check_places(const Node &n) {
+  const int64_t rows = n.shape[2], width = n.shape[3], count = n.lanes;
+  const bool scatter = n.kind == TRILOBITE_SCATTER;
+  const Operand &wide = scatter ? n.out : n.a;
+  if (!known_dtype(wide.dtype) || n.out.dtype != wide.dtype || (scatter && wide.dtype != TRILOBITE_F32))
+    return fail("places: unknown element type, or several");
+  if (rows < 1 || width < 1 || width > WIDEST || count < 1 || count > WIDEST || rows > MOST_SIDE)
+    return fail("places: %lld of %lld rows of %lld values", (long long)count, (long long)rows, (long long)width);
+  const int64_t size = size_of(wide.dtype), all = rows * width * size, some = rows * count;
+  if (!inside("values", wide.data, wide.bytes, all, size) || !inside("places", n.b.data, n.b.bytes, some * 8, 8))
+    return false;
+  if (scatter) return apart(n.out, all, n.b, some * 8);
+  return inside("result", n.out.data, n.out.bytes, some * size, size) && apart(n.out, some * size, n.a, all) &&
+         apart(n.out, some * size, n.b, some * 8);
 }
 
 bool check_linear(const Node &n) {
@@ -183,13 +200,15 @@ bool check(const Node &n) {
     case TRILOBITE_TOP: return check_top(n);
     case TRILOBITE_NUMBER: return check_number(n);
     case TRILOBITE_GATHER: return check_gather(n);
+    case TRILOBITE_PICK:
+    case TRILOBITE_SCATTER: return check_places(n);
     case TRILOBITE_LINEAR: return check_linear(n);
     case TRILOBITE_EXPERTS: return check_calls(n);
     case TRILOBITE_APPEND: return check_append(n);
     case TRILOBITE_ATTEND: return check_attend(n);
     case TRILOBITE_DENSE: return check_dense(n);
     default:
-      if (n.kind < TRILOBITE_COPY || n.kind > TRILOBITE_SWISH) return fail("kind %lld", (long long)n.kind);
+      if (n.kind < TRILOBITE_COPY || n.kind > TRILOBITE_FILL) return fail("kind %lld", (long long)n.kind);
       return check_map(n);
   }
 }

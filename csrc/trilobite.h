@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 17
+#define TRILOBITE_ABI 18
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -20,6 +20,9 @@ enum trilobite_code { TRILOBITE_REFUSED = -1, TRILOBITE_EXHAUSTED = -2 };
 
 // Element types of activations, routing weights, biases and results.
 enum trilobite_dtype { TRILOBITE_F32 = 0, TRILOBITE_F16 = 1, TRILOBITE_BF16 = 2 };
+
+// Beside these, of operands of a step that go element by element.
+#define TRILOBITE_BOOL 3
 
 // How activations enter the integer dot products: 3 digits of 8 bits (exact to 2^-22 of a segment's largest), or 1.
 enum trilobite_digits { TRILOBITE_EXACT = 3, TRILOBITE_INT8 = 1 };
@@ -133,8 +136,9 @@ typedef struct {
 
 TRILOBITE_API int trilobite_dense(const trilobite_dense_args *args);
 
-// What a node of a decoding step does. Up to SWISH, x / (1 + e^-x): out = a op b, element by element, results rounded to
-// the type of out; then rows of numbers, a row of a table, and the operators above on addresses that stay.
+// What a node of a decoding step does. Up to FILL: out = a op b, element by element, results rounded to the type of out;
+// SWISH is x / (1 + e^-x), LOGISTIC 1 / (1 + e^-x). Then rows of numbers, a row of a table, and the operators above on
+// addresses that stay.
 enum trilobite_step_kind {
   TRILOBITE_COPY = 0,
   TRILOBITE_ADD = 1,
@@ -145,16 +149,20 @@ enum trilobite_step_kind {
   TRILOBITE_SQUARE = 6,
   TRILOBITE_RSQRT = 7,
   TRILOBITE_SWISH = 8,
-  TRILOBITE_SUM = 9,
-  TRILOBITE_SOFTMAX = 10,
-  TRILOBITE_TOP = 11,
-  TRILOBITE_NUMBER = 12,
-  TRILOBITE_GATHER = 13,
-  TRILOBITE_LINEAR = 14,
-  TRILOBITE_EXPERTS = 15,
-  TRILOBITE_APPEND = 16,
-  TRILOBITE_ATTEND = 17,
-  TRILOBITE_DENSE = 18
+  TRILOBITE_LOGISTIC = 9,
+  TRILOBITE_FILL = 10,
+  TRILOBITE_SUM = 11,
+  TRILOBITE_SOFTMAX = 12,
+  TRILOBITE_TOP = 13,
+  TRILOBITE_NUMBER = 14,
+  TRILOBITE_GATHER = 15,
+  TRILOBITE_PICK = 16,
+  TRILOBITE_SCATTER = 17,
+  TRILOBITE_LINEAR = 18,
+  TRILOBITE_EXPERTS = 19,
+  TRILOBITE_APPEND = 20,
+  TRILOBITE_ATTEND = 21,
+  TRILOBITE_DENSE = 22
 };
 
 #define TRILOBITE_DIMENSIONS 4
@@ -173,7 +181,8 @@ typedef struct {
   int64_t first, end, capacity, limit, row_stride, head_stride, bytes;
 } trilobite_step_cache;
 
-// Element by element: over `shape`; b without data is `number`.
+// Element by element: over `shape`; b without data is `number`; the type of any of them may be TRILOBITE_BOOL, bytes of 0
+//   or 1, to which all numbers but 0 become 1. FILL: out = `number` where b is not 0, otherwise a.
 // SUM: out [.., shape[2]] = sums of the dense rows of a, fp32, `shape[3]` wide, divided by `number`; torch adds up `lanes`
 //   values at a time.
 // SOFTMAX: out, dense rows as a has: shape[2] of shape[3] values, of fp32, where torch adds up `lanes` values at a time, or
@@ -182,6 +191,8 @@ typedef struct {
 //   their rows they are; in descending order unless `number` is 0. Rows of up to 1024 values.
 // NUMBER: out, one fp32, = *(int64_t *)b.
 // GATHER: out, `shape[3]` bytes, = row number *(int64_t *)b of a, which has `shape[2]` rows.
+// PICK: out [shape[2], lanes] = those of the dense rows of a [shape[2], shape[3]], of one type, that b, int64, says.
+// SCATTER: there, in the dense rows of out [shape[2], shape[3]], fp32, `number` takes their place; b: [shape[2], lanes].
 // LINEAR: `call` is a trilobite_matrix; out = a W^T + b; neighbours that read the same a are one call. EXPERTS: a trilobite_experts_args, whose threads are those of the
 //   step unless positive.
 // APPEND: a and b, [heads = shape[2], width = shape[3]] at strides of `stride[2]` elements, `lanes` values of b to a head,

@@ -32,7 +32,7 @@ from trilobite.runtime.step.replay import COMPARED
 MARKER = "speed-steps"
 PROBED = 512 << 20
 """Bytes that the probe reads."""
-MATRICES = (ops.Kind.LINEAR, ops.Kind.EXPERTS)
+MATRICES = (ops.step.Kind.LINEAR, ops.step.Kind.EXPERTS)
 HEADER = (
     "model",
     "activations",
@@ -57,16 +57,16 @@ class Cut:
         self.steps = [part for call in ready.steps for part in self._parts(*call)]
 
     def _parts(self, call: Any, args: Any, kwargs: Any) -> list[Any]:
-        if call is not ops.run_nodes:
+        if call is not ops.step.run_nodes:
             return [(call, args, kwargs)]
         groups = [list(nodes) for _, nodes in groupby(args[0], lambda node: node.kind in MATRICES)]
-        arrays = [ops.program(nodes) for nodes in groups]
+        arrays = [ops.step.program(nodes) for nodes in groups]
         runs = [self._clocked if nodes[0].kind in MATRICES else call for nodes in groups]
         return [(run, (array, len(array)), {}) for run, array in zip(runs, arrays, strict=True)]
 
     def _clocked(self, nodes: Any, count: int) -> None:
         started = time.perf_counter()
-        ops.run_nodes(nodes, count)
+        ops.step.run_nodes(nodes, count)
         self.seconds += time.perf_counter() - started
 
 

@@ -10,7 +10,9 @@
 constexpr int PREFETCH = 8192;
 
 // Sums of digits. 2^8 * d2 + d1 fits int32 (64 columns, 8-bit codes); the lowest of three is added in fp32.
-static inline Isa::Floats combine_high(const Isa::Ints high[2]) { return Isa::to_float(Isa::shl8_add(high[1], high[0])); }
+static inline Isa::Floats combine_high(const Isa::Ints high[2]) {
+  return Isa::to_float(Isa::shl8_add(high[1], high[0]));
+}
 
 static inline Isa::Floats combine_low(Isa::Floats high, Isa::Ints low) {
   return Isa::fma(high, Isa::set1(256.0f), Isa::to_float(low));

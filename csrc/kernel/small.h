@@ -2,15 +2,25 @@
 
 constexpr int64_t STEP_BLOCK = 512;  // elements in fp32 at a time
 
+static inline int64_t step_bytes(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : dtype == TRILOBITE_BOOL ? 1 : 2; }
+
 static inline void load_some(const trilobite_operand &o, const uint8_t *at, int64_t count, float *out) {
   const int64_t stride = o.stride[TRILOBITE_DIMENSIONS - 1];
+  if (o.dtype == TRILOBITE_BOOL) {
+    for (int64_t i = 0; i < count; i++) out[i] = at[i * stride] != 0;
+    return;
+  }
   if (stride == 1) return load_floats(at, (int)o.dtype, 0, count, out);
   const float first = element(at, (int)o.dtype, 0);
   for (int64_t i = 0; i < count; i++) out[i] = stride == 0 ? first : element(at, (int)o.dtype, i * stride);
 }
 
 static void store_some(const trilobite_operand &o, uint8_t *at, int64_t count, const float *x) {
-  const int64_t stride = o.stride[TRILOBITE_DIMENSIONS - 1], size = o.dtype == TRILOBITE_F32 ? 4 : 2;
+  const int64_t stride = o.stride[TRILOBITE_DIMENSIONS - 1], size = step_bytes(o.dtype);
+  if (o.dtype == TRILOBITE_BOOL) {
+    for (int64_t i = 0; i < count; i++) at[i * stride] = x[i] != 0;
+    return;
+  }
   if (stride == 1) return store_floats(x, count, at, (int)o.dtype);
   for (int64_t i = 0; i < count; i++) store_floats(x + i, 1, at + i * stride * size, (int)o.dtype);
 }
@@ -39,7 +49,7 @@ static inline float torch_exp(float x) {
 }
 
 // a = a op b. One operation each, so nothing is contracted to a fused one.
-static inline void operate(int64_t kind, int64_t count, float *a, const float *b) {
+static inline void operate(int64_t kind, int64_t count, float *a, const float *b, float number) {
   switch (kind) {
     case TRILOBITE_ADD:
       for (int64_t i = 0; i < count; i++) a[i] = a[i] + b[i];
@@ -65,6 +75,12 @@ static inline void operate(int64_t kind, int64_t count, float *a, const float *b
     case TRILOBITE_SWISH:
       for (int64_t i = 0; i < count; i++) a[i] = a[i] / (1.0f + torch_exp(-a[i]));
       break;
+    case TRILOBITE_LOGISTIC:
+      for (int64_t i = 0; i < count; i++) a[i] = 1.0f / (1.0f + torch_exp(-a[i]));
+      break;
+    case TRILOBITE_FILL:
+      for (int64_t i = 0; i < count; i++) a[i] = b[i] != 0 ? number : a[i];
+      break;
     default: break;  // a copy
   }
 }
@@ -73,7 +89,7 @@ static inline void operate(int64_t kind, int64_t count, float *a, const float *b
 static inline uint8_t *row_of(const trilobite_operand &o, const int64_t *at) {
   int64_t offset = 0;
   for (int d = 0; d + 1 < TRILOBITE_DIMENSIONS; d++) offset += at[d] * o.stride[d];
-  return (uint8_t *)o.data + offset * (o.dtype == TRILOBITE_F32 ? 4 : 2);
+  return (uint8_t *)o.data + offset * step_bytes(o.dtype);
 }
 
 // Row by row; where every row is dense, and all rows are in all operands, those are one.
@@ -90,11 +106,11 @@ static void map_elements(const trilobite_step_node &n) {
         for (int64_t i = 0; i < width; i += STEP_BLOCK) {
           const int64_t count = width - i < STEP_BLOCK ? width - i : STEP_BLOCK;
           const auto place = [&](const trilobite_operand &o) {
-            return i * o.stride[TRILOBITE_DIMENSIONS - 1] * (o.dtype == TRILOBITE_F32 ? 4 : 2);
+            return i * o.stride[TRILOBITE_DIMENSIONS - 1] * step_bytes(o.dtype);
           };
           load_some(n.a, x + place(n.a), count, a);
           if (y) load_some(n.b, y + place(n.b), count, b);
-          operate(n.kind, count, a, b);
+          operate(n.kind, count, a, b, n.number);
           store_some(n.out, out + place(n.out), count, a);
         }
       }

@@ -18,9 +18,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from trilobite.kernels import ops
-from trilobite.kernels.cpu.step import softmax_lanes
+from trilobite.kernels.cpu.step import Kind, has_curve, softmax_lanes
 from trilobite.kernels.layer import CpuSettings
-from trilobite.kernels.ops import Kind, attends
+from trilobite.kernels.ops import attends
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.cache_name import CACHE
@@ -133,8 +133,8 @@ def test_q_k_and_v_are_one_call(
     kind: str, packed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a norm stands between them."""
-    model, lists, program = load(str(packed(kind))), [], ops.program
-    monkeypatch.setattr(ops, "program", lambda nodes: (lists.append(list(nodes)), program(nodes))[1])
+    model, lists, program = load(str(packed(kind))), [], ops.step.program
+    monkeypatch.setattr(ops.step, "program", lambda nodes: (lists.append(list(nodes)), program(nodes))[1])
     conversation(model, turns=1, steps=4)
     runs = [
         len(list(run))
@@ -155,6 +155,27 @@ def test_a_step_is_few_calls(kind: str, packed: Callable[[str], Path]) -> None:
     ready = step_of(model).ready
     assert ready is not None
     assert len(ready.steps) <= 5
+
+
+@pytest.mark.skipif(
+    not has_curve(Kind.LOGISTIC, torch.float32),
+    reason="torch's sigmoid has bits that the library does not know",
+)
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [("deepseek_v3", {"n_group": 8, "topk_group": 4, "q_lora_rank": 64}), ("glm4_moe", {})],
+)
+def test_routers_in_groups_are_the_engines(kind: str, groups: dict[str, int], tmp_path: Path) -> None:
+    """Sigmoids, the best groups and their masks, and the weights of those chosen, of as many experts as fill vectors."""
+    changes = {"n_routed_experts": 64, "intermediate_size": 128, **groups}
+    build_checkpoint(kind, tmp_path / "original", dtype=torch.bfloat16, changes=changes)
+    compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
+    model = load(str(tmp_path / "packed"))
+    ours = conversation(model)
+    ready = step_of(model).ready
+    assert ready is not None
+    assert len(ready.steps) <= 5
+    assert_same(ours, conversation(plain(model)))
 
 
 def test_what_is_written_meanwhile_is_read_in_order() -> None:

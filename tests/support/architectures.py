@@ -142,9 +142,19 @@ TINY_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 SEQ2SEQ = ("nllb-moe", "switch_transformers")
 
 
-def build_model(model_type: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A tiny random model in eval mode, the same for the same seed. Every parameter is random, biases too."""
+def build_model(
+    model_type: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    changes: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A tiny random model in eval mode, the same for the same seed. Every parameter is random, biases too.
+
+    changes: to its configuration
+    """
     config = TINY_CONFIGS[model_type]()
+    config.update(changes or {})
     auto = AutoModelForSeq2SeqLM if model_type in SEQ2SEQ else AutoModelForCausalLM
     # As from_pretrained does it. Not model.to(): that would round the rotary frequencies too.
     model: PreTrainedModel = auto.from_config(config, dtype=dtype).eval()
@@ -165,9 +175,10 @@ def build_checkpoint(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     shard_size: str = "5GB",
+    changes: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Save a tiny random checkpoint in the folder `path`; returns the model that it was made from."""
-    model = build_model(model_type, dtype=dtype, seed=seed)
+    model = build_model(model_type, dtype=dtype, seed=seed, changes=changes)
     model.save_pretrained(path, max_shard_size=shard_size)
     return model
 

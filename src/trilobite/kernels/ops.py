@@ -18,6 +18,7 @@ from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check, check_unscaled
 from trilobite.kernels import gradient, reference
 from trilobite.kernels.cpu import dense, engine
+from trilobite.kernels.cpu import step as step
 from trilobite.kernels.cpu.attention import attend as attend
 from trilobite.kernels.cpu.attention import attends as attends
 from trilobite.kernels.cpu.bound import Binding as Binding
@@ -27,19 +28,6 @@ from trilobite.kernels.cpu.bound import Sums as Sums
 from trilobite.kernels.cpu.dense import multiplies as multiplies
 from trilobite.kernels.cpu.native import StepCache as StepCache
 from trilobite.kernels.cpu.native import StepNode as StepNode
-from trilobite.kernels.cpu.step import Kind as Kind
-from trilobite.kernels.cpu.step import append_row as append_row
-from trilobite.kernels.cpu.step import attend_cached as attend_cached
-from trilobite.kernels.cpu.step import dense_product as dense_product
-from trilobite.kernels.cpu.step import elementwise as elementwise
-from trilobite.kernels.cpu.step import gather as gather
-from trilobite.kernels.cpu.step import number as number
-from trilobite.kernels.cpu.step import program as program
-from trilobite.kernels.cpu.step import row_sums as row_sums
-from trilobite.kernels.cpu.step import run_nodes as run_nodes
-from trilobite.kernels.cpu.step import softmax_rows as softmax_rows
-from trilobite.kernels.cpu.step import swish as swish
-from trilobite.kernels.cpu.step import top_of_rows as top_of_rows
 from trilobite.kernels.expert_table import check_routing
 from trilobite.kernels.layer import (
     EXACT,

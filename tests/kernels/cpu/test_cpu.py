@@ -327,7 +327,9 @@ def test_experts(tier: str, formats: list[str], rank: int, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 5, 40])
 def test_what_leaves_the_activation_function_keeps_16_bits(tier: str, fmt: str, tokens: int) -> None:
     """Of 16-bit models: the result rarely rounds another way, as it would for two of five if h had 8."""
-    up, gate, down = (packed_weight(n, k, fmt, seed=i) for i, (n, k) in enumerate([(192, 512), (192, 512), (512, 192)]))
+    up, gate, down = (
+        packed_weight(n, k, fmt, seed=i) for i, (n, k) in enumerate([(192, 512), (192, 512), (512, 192)])
+    )
     layer, x = stored_layer([(gate, up, down)]), _x(tokens, 512, dtype=torch.bfloat16)
     index, weights = torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1)
     expected = reference.experts(x.float(), index, weights, layer).bfloat16()

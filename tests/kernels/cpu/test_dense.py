@@ -69,7 +69,7 @@ def test_other_tokens_and_threads_change_no_bit(tier: str, dtype: torch.dtype) -
         finally:
             torch.set_num_threads(threads)
         out = torch.empty_like(together)
-        ops.run_nodes(ops.program([ops.dense_product(out, x, w)]), 1)
+        ops.step.run_nodes(ops.step.program([ops.step.dense_product(out, x, w)]), 1)
         assert torch.equal(out, together)
 
 
@@ -85,7 +85,7 @@ def test_a_matrix_for_each_head(tier: str, dtype: torch.dtype) -> None:
             assert torch.equal(y[h], ops.dense_linear(x[h], w[h]))
         assert heads == 1 or not close(y[1], x[1], w[0])
         out = torch.empty_like(y)
-        ops.run_nodes(ops.program([ops.dense_product(out, x, w)]), 1)
+        ops.step.run_nodes(ops.step.program([ops.step.dense_product(out, x, w)]), 1)
         assert torch.equal(out, y)
     for wrong in (w[:, :, :8], w[1:], w.double(), w.transpose(1, 2)):
         with pytest.raises(ShapeError, match="dense"):
@@ -111,10 +111,10 @@ def test_what_it_does_not_multiply() -> None:
     with pytest.raises(ShapeError, match="dense"):
         ops.dense_linear(x, w, torch.zeros(7))
     out, bad = torch.empty(2, 8), torch.randn(2, 32)
-    node = ops.dense_product(out, bad, w)
+    node = ops.step.dense_product(out, bad, w)
     node.shape[3] = 33
     with pytest.raises(ShapeError, match="operand: 264 bytes of 256"):
-        ops.program([node])
+        ops.step.program([node])
 
 
 def test_under_the_compiler() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.kernels import ops, reference
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.cpu.step import FULL, has_silu, softmax_lanes, sum_lanes, takes_number
-from trilobite.kernels.ops import Kind
+from trilobite.kernels.cpu.step import CURVES, FULL, Kind, has_curve, softmax_lanes, sum_lanes, takes_number
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
 
@@ -41,7 +40,7 @@ def tier(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def run(node: ops.StepNode | None) -> None:
     assert node is not None
-    ops.run_nodes(ops.program([node]), 1)
+    ops.step.run_nodes(ops.step.program([node]), 1)
 
 
 def layouts(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -61,19 +60,19 @@ def layouts(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 def test_operators_element_by_element(tier: str, dtype: torch.dtype) -> None:
     for out, a, b in layouts(dtype):
         for kind, call in BINARY.items():
-            run(ops.elementwise(kind, out, a, b))
+            run(ops.step.elementwise(kind, out, a, b))
             assert torch.equal(out, call(a, b)), (kind, out.shape)
         for kind, call in UNARY.items():
             if kind == Kind.COPY or dtype == torch.float32:
                 x = a.abs() if kind == Kind.RSQRT else a
-                run(ops.elementwise(kind, out, x))
+                run(ops.step.elementwise(kind, out, x))
                 assert torch.equal(out, call(x)), (kind, out.shape)
 
 
 def test_a_number_and_conversions(tier: str) -> None:
     x, out = torch.randn(1000), torch.empty(1000)
     for kind, call in BINARY.items():
-        run(ops.elementwise(kind, out, x, 1e-6))
+        run(ops.step.elementwise(kind, out, x, 1e-6))
         assert torch.equal(out, call(x, 1e-6)), kind
     wide = torch.cat(
         (torch.randn(5000) * 1e5, torch.tensor([0.0, -0.0, 1e-8, 6e-8, 1e-40, torch.inf, -torch.inf]))
@@ -81,7 +80,7 @@ def test_a_number_and_conversions(tier: str) -> None:
     for source in FLOATS:
         for target in FLOATS:
             a, made = wide.to(source), torch.empty(len(wide), dtype=target)
-            run(ops.elementwise(Kind.COPY, made, a))
+            run(ops.step.elementwise(Kind.COPY, made, a))
             assert torch.equal(made, a.to(target)), (source, target)
 
 
@@ -96,9 +95,9 @@ def test_sums_of_rows(tier: str, width: int) -> None:
         if x.numel() >= 1 << 15:
             continue
         out = torch.empty(1, rows, 1)
-        run(ops.row_sums(out, x, float(width)))
+        run(ops.step.row_sums(out, x, float(width)))
         assert torch.equal(out, x.mean(-1, keepdim=True))
-        run(ops.row_sums(out, x, 1.0))
+        run(ops.step.row_sums(out, x, 1.0))
         assert torch.equal(out, x.sum(-1, keepdim=True))
 
 
@@ -110,7 +109,7 @@ def test_another_order_of_sums_is_noticed() -> None:
     assert lanes
     made = []
     for other in (4, 8, 16):
-        run(ops.row_sums(out, x, 1.0, other))
+        run(ops.step.row_sums(out, x, 1.0, other))
         made.append(out.item())
     assert len(set(made)) == 3
     assert made[(4, 8, 16).index(lanes)] == x.sum(-1).item()
@@ -125,7 +124,7 @@ def test_softmax_of_rows(tier: str, width: int) -> None:
     if width > 1:
         x[3, width // 2] = -torch.inf
     out = torch.empty_like(x)
-    run(ops.softmax_rows(out, x))
+    run(ops.step.softmax_rows(out, x))
     assert torch.equal(out, x.softmax(-1))
 
 
@@ -135,7 +134,7 @@ def test_another_order_of_a_softmax_is_noticed() -> None:
     x, out = torch.randn(100, 96) * 4, torch.empty(100, 96)
     same = []
     for lanes in (4, 8, 16):
-        run(ops.softmax_rows(out, x, lanes))
+        run(ops.step.softmax_rows(out, x, lanes))
         same.append(torch.equal(out, x.softmax(-1)))
     assert same == [lanes == softmax_lanes() for lanes in (4, 8, 16)]
 
@@ -146,7 +145,7 @@ def test_softmax_of_short_rows(tier: str, dtype: torch.dtype) -> None:
     for width in range(1, 8):
         x = torch.randn(20_000, width).mul_(5).to(dtype)
         out = torch.empty_like(x)
-        node = ops.softmax_rows(out, x)
+        node = ops.step.softmax_rows(out, x)
         if node is None:
             pytest.skip("torch's softmax has bits that the library does not know")
         run(node)
@@ -161,11 +160,11 @@ def test_numbers_beside_16_bits(tier: str, dtype: torch.dtype, number: float) ->
     for kind, call in BINARY.items():
         if takes_number(kind, dtype, number):
             out = torch.empty_like(x)
-            run(ops.elementwise(kind, out, x, number))
+            run(ops.step.elementwise(kind, out, x, number))
             assert torch.equal(out, call(x, number)), kind
         else:
             assert kind in (Kind.ADD, Kind.SUBTRACT)
-            assert ops.elementwise(kind, torch.empty_like(x), x, number) is None
+            assert ops.step.elementwise(kind, torch.empty_like(x), x, number) is None
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -173,12 +172,12 @@ def test_a_dense_product_with_a_bias(tier: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, w, bias = (torch.randn(*shape).to(dtype) for shape in ((1, 1, 96), (32, 96), (32,)))
     out = torch.empty(1, 1, 32, dtype=dtype)
-    node = ops.dense_product(out, x, w, bias)
+    node = ops.step.dense_product(out, x, w, bias)
     run(node)
     assert torch.equal(out, ops.dense_linear(x, w, bias))
     node.c.bytes -= 1
     with pytest.raises(ShapeError, match="bias"):
-        ops.program([node])
+        ops.step.program([node])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -190,7 +189,7 @@ def test_largest_of_rows(width: int, k: int, ordered: bool, dtype: torch.dtype) 
     x = torch.cat((torch.randn(9, width), torch.randint(4, (9, width)), torch.zeros(1, width))).to(dtype)
     x[2, width // 2] = torch.nan
     values, places = torch.empty(len(x), k, dtype=dtype), torch.empty(len(x), k, dtype=torch.int64)
-    node = ops.top_of_rows(values, places, x, ordered=ordered)
+    node = ops.step.top_of_rows(values, places, x, ordered=ordered)
     if node is None:
         pytest.skip("torch chooses in an order that the library does not know")
     run(node)
@@ -199,93 +198,146 @@ def test_largest_of_rows(width: int, k: int, ordered: bool, dtype: torch.dtype) 
     assert torch.equal(values.nan_to_num(7), expected.values.nan_to_num(7))
 
 
+@pytest.mark.parametrize("kind", CURVES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_swish(tier: str, dtype: torch.dtype) -> None:
-    if not has_silu(dtype):
-        pytest.skip("torch's silu has bits that the library does not know")
+def test_curves(tier: str, dtype: torch.dtype, kind: Kind) -> None:
+    if not has_curve(kind, dtype):
+        pytest.skip("torch's has bits that the library does not know")
     torch.manual_seed(0)
     x = torch.randn(7, FULL * 5).mul_(20).to(dtype)
     x[0, :4] = torch.tensor([0.0, -0.0, -1000.0, 1000.0])
     out = torch.empty_like(x)
-    run(ops.swish(out, x))
-    assert torch.equal(out, torch.nn.functional.silu(x))
+    run(ops.step.curve(kind, out, x))
+    assert torch.equal(out, CURVES[kind](x))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_truths_and_what_fills_their_places(tier: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 700).to(dtype)
+    x[:, ::3], x[0, 1], x[0, 2] = 0, torch.nan, -0.0
+    found, inverted, filled = (
+        torch.empty_like(x, dtype=torch.bool),
+        torch.empty(5, 700, dtype=torch.bool),
+        x + 1,
+    )
+    run(ops.step.truth(found, x))
+    assert torch.equal(found, x != 0)
+    run(ops.step.truth(inverted, found, inverted=True))
+    assert torch.equal(inverted, ~found)
+    for number in (0.0, -torch.inf, 0.3):
+        run(ops.step.fill(filled, x, found[:, :1], number))
+        assert torch.equal(filled.nan_to_num(7), x.masked_fill(found[:, :1], number).nan_to_num(7))
+    assert ops.step.fill(filled, x, x, 0.0) is None
+    assert ops.step.truth(inverted, x, inverted=True) is None
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("lead", [(), (1,), (3, 2)])
+def test_values_at_places(dtype: torch.dtype, lead: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(*lead, 70).to(dtype)
+    index = torch.randint(70, (*lead, 9))
+    out, wide = torch.empty(*lead, 9, dtype=dtype), torch.randn(*lead, 70)
+    run(ops.step.pick(out, x, index))
+    assert torch.equal(out, x.gather(-1, index))
+    expected = wide.scatter(-1, index, 0.5)
+    run(ops.step.scatter(wide, index, 0.5))
+    assert torch.equal(wide, expected)
+    for wrong in (-1, 70):
+        index[..., 4] = wrong
+        before = wide.clone()
+        for node in (ops.step.pick(out, x, index), ops.step.scatter(wide, index, 1.0)):
+            with pytest.raises(ShapeError, match=f"value {wrong} of 70"):
+                run(node)
+        assert torch.equal(wide, before)
+    assert ops.step.scatter(wide.double(), index, 1.0) is None
+    assert ops.step.pick(out, x, index[..., :3]) is None
 
 
 def test_a_position_becomes_a_number() -> None:
     out = torch.empty(1, 1, 1)
     for position in (0, 1, 4097, (1 << 24) + 1, (1 << 40) + 12345):
         x = torch.tensor([[[position]]])
-        run(ops.number(out, x))
+        run(ops.step.number(out, x))
         assert torch.equal(out, x.float())
 
 
 def test_rows_outside_of_their_memory_are_refused() -> None:
     x, values, places = torch.randn(3, 64), torch.empty(3, 6), torch.empty(3, 6, dtype=torch.int64)
     for node, wrong in (
-        (ops.softmax_rows(torch.empty(3, 64), x, 8), {"lanes": 5}),
-        (ops.softmax_rows(torch.empty(3, 64), x, 8), {"shape": (1, 1, 4, 64)}),
-        (ops.top_of_rows(values, places, x, ordered=True), {"lanes": 65}),
-        (ops.top_of_rows(values, places, x, ordered=True), {"shape": (1, 1, 1, 1025)}),
-        (ops.top_of_rows(values, places, x, ordered=True), {"lanes": 7}),
-        (ops.top_of_rows(values, places, x, ordered=True), {"shape": (1, 1, 1 << 61, 64)}),
-        (ops.number(torch.empty(1), torch.tensor(3)), {"out": ops.StepNode().out}),
+        (ops.step.softmax_rows(torch.empty(3, 64), x, 8), {"lanes": 5}),
+        (ops.step.softmax_rows(torch.empty(3, 64), x, 8), {"shape": (1, 1, 4, 64)}),
+        (ops.step.top_of_rows(values, places, x, ordered=True), {"lanes": 65}),
+        (ops.step.top_of_rows(values, places, x, ordered=True), {"shape": (1, 1, 1, 1025)}),
+        (ops.step.top_of_rows(values, places, x, ordered=True), {"lanes": 7}),
+        (ops.step.top_of_rows(values, places, x, ordered=True), {"shape": (1, 1, 1 << 61, 64)}),
+        (ops.step.number(torch.empty(1), torch.tensor(3)), {"out": ops.StepNode().out}),
+        (ops.step.pick(values, x, places), {"lanes": 7}),
+        (ops.step.pick(values, x, places), {"shape": (1, 1, 4, 64)}),
+        (ops.step.scatter(x, places, 1.0), {"shape": (1, 1, 3, 65)}),
+        (ops.step.fill(x + 1, x, x > 0, 1.0), {"b": ops.StepNode().b}),
     ):
         assert node is not None
-        ops.program([node])
+        ops.step.program([node])
         for name, value in wrong.items():
             setattr(node, name, value)
         with pytest.raises(ShapeError, match="node 0"):
-            ops.program([node])
+            ops.step.program([node])
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX2", reason="another kernel of torch's")
 def test_trials_find_the_bits_of_torch_on_avx2(tier: str) -> None:
     """Where a trial fails, torch's operators stay and tests skip: so a wrong node would go unseen."""
-    for trial in (softmax_lanes, sum_lanes, has_silu, takes_number):
+    for trial in (softmax_lanes, sum_lanes, has_curve, takes_number):
         trial.cache_clear()
     assert softmax_lanes() == sum_lanes() == 8
     assert softmax_lanes(torch.bfloat16)
     assert softmax_lanes(torch.float16)
-    assert all(has_silu(dtype) and takes_number(Kind.MULTIPLY, dtype, 0.22) for dtype in FLOATS)
+    assert all(takes_number(Kind.MULTIPLY, dtype, 0.22) for dtype in FLOATS)
+    assert all(has_curve(kind, dtype) for kind in CURVES for dtype in FLOATS)
 
 
 def test_what_the_library_does_not_do() -> None:
     x = torch.randn(8)
-    assert ops.softmax_rows(torch.empty(2, 8, dtype=torch.bfloat16), torch.randn(2, 8).bfloat16(), 8) is None
-    assert ops.number(torch.empty(1, dtype=torch.float64), torch.tensor(3)) is None
-    places = torch.empty(2, 3, dtype=torch.int64)
-    assert ops.top_of_rows(torch.empty(2, 3), places, torch.randn(2, 8).half(), ordered=True) is None
-    assert ops.top_of_rows(torch.empty(2, 3), places, torch.randn(2, 1025), ordered=True) is None
-    assert ops.elementwise(Kind.ADD, x.double(), x.double(), 1.0) is None
-    assert ops.swish(torch.empty(FULL - 1), torch.randn(FULL - 1)) is None
-    assert ops.elementwise(Kind.ADD, torch.empty(8, dtype=torch.int64), x, x) is None
     assert (
-        ops.elementwise(
+        ops.step.softmax_rows(torch.empty(2, 8, dtype=torch.bfloat16), torch.randn(2, 8).bfloat16(), 8)
+        is None
+    )
+    assert ops.step.number(torch.empty(1, dtype=torch.float64), torch.tensor(3)) is None
+    places = torch.empty(2, 3, dtype=torch.int64)
+    assert ops.step.top_of_rows(torch.empty(2, 3), places, torch.randn(2, 8).half(), ordered=True) is None
+    assert ops.step.top_of_rows(torch.empty(2, 3), places, torch.randn(2, 1025), ordered=True) is None
+    assert ops.step.elementwise(Kind.ADD, x.double(), x.double(), 1.0) is None
+    assert ops.step.curve(Kind.SWISH, torch.empty(FULL - 1), torch.randn(FULL - 1)) is None
+    assert ops.step.elementwise(Kind.ADD, torch.empty(8, dtype=torch.int64), x, x) is None
+    assert (
+        ops.step.elementwise(
             Kind.COPY, torch.empty(3, 3, 3, 3, 3), torch.randn(3, 3, 3, 3, 3).permute(4, 2, 0, 3, 1)
         )
         is None
     )
-    assert ops.row_sums(torch.empty(1), torch.randn(1, 1 << 15), 1.0) is None
-    assert ops.row_sums(torch.empty(4), torch.randn(8, 4).T, 1.0) is None
+    assert ops.step.row_sums(torch.empty(1), torch.randn(1, 1 << 15), 1.0) is None
+    assert ops.step.row_sums(torch.empty(4), torch.randn(8, 4).T, 1.0) is None
 
 
 def test_rows_of_a_table_and_of_a_cache_are_checked() -> None:
     table, out, index = torch.randn(5, 16), torch.empty(1, 16), torch.tensor([3])
-    run(ops.gather(out, table, index))
+    run(ops.step.gather(out, table, index))
     assert torch.equal(out[0], table[3])
     for wrong in (-1, 5):
         index.fill_(wrong)
         with pytest.raises(ShapeError, match=f"row {wrong} of 5"):
-            run(ops.gather(out, table, index))
+            run(ops.step.gather(out, table, index))
     full = ops.StepCache(end=4, capacity=4)
     with pytest.raises(ShapeError, match="row 4 of 4"):
-        run(ops.append_row(torch.randn(2, 16), torch.randn(2, 16), full))
+        run(ops.step.append_row(torch.randn(2, 16), torch.randn(2, 16), full))
     outside, keys = torch.tensor([0, 7]), torch.zeros(7, 2, 16)
     pages = ops.StepCache(
         keys.data_ptr(), keys.data_ptr(), outside.data_ptr(), 0, 1, 2, 7, 32, 16, keys.nbytes
     )
     with pytest.raises(ShapeError, match="row 7 of 7"):
-        run(ops.append_row(torch.randn(2, 16), torch.randn(2, 16), pages))
+        run(ops.step.append_row(torch.randn(2, 16), torch.randn(2, 16), pages))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +355,7 @@ def test_rows_of_a_table_and_of_a_cache_are_checked() -> None:
         ({"a.stride": (0, 0, 1 << 62, 1)}, "operand"),
         ({"a.stride": (0, 0, -24, 1)}, "operand"),
         ({"a.bytes": 575}, "operand: 576 bytes of 575"),
-        ({"a.dtype": 3}, "element type 3"),
+        ({"a.dtype": 4}, "element type 4"),
         ({"a.data": None}, "operand"),
         ({"out.data": 1}, "result"),
         ({"out.data": "a", "out.stride": (0, 0, 24, 1)}, None),
@@ -314,7 +366,7 @@ def test_rows_of_a_table_and_of_a_cache_are_checked() -> None:
 def test_broken_nodes_are_refused(change: dict[str, Any], why: str | None) -> None:
     """Before anything is touched; in place is no fault."""
     out, a, b = torch.zeros(6, 24), torch.randn(6, 24), torch.randn(6, 1)
-    node = ops.elementwise(Kind.ADD, out, a.as_strided((6, 24), (24, 1)), b)
+    node = ops.step.elementwise(Kind.ADD, out, a.as_strided((6, 24), (24, 1)), b)
     assert node is not None
     node.shape, node.out.stride, node.a.stride = (1, 1, 6, 24), (0, 0, 24, 1), (0, 0, 24, 1)
     node.b.stride = (0, 0, 1, 0)
@@ -323,10 +375,10 @@ def test_broken_nodes_are_refused(change: dict[str, Any], why: str | None) -> No
         value = getattr(node, value).data if isinstance(value, str) else value
         setattr(getattr(node, holder) if holder else node, field, value)
     if why is None:
-        ops.program([node])
+        ops.step.program([node])
         return
     with pytest.raises(ShapeError, match=f"node 1 of 2: .*{why}"):
-        ops.program([ops.elementwise(Kind.COPY, torch.empty(2), torch.ones(2)), node])
+        ops.step.program([ops.step.elementwise(Kind.COPY, torch.empty(2), torch.ones(2)), node])
     assert not out.any()
 
 
@@ -334,7 +386,7 @@ def test_a_cache_has_room_for_its_rows() -> None:
     keys, rows = torch.zeros(8, 2, 16), torch.arange(8)
     cache = ops.StepCache(keys.data_ptr(), keys.data_ptr(), rows.data_ptr(), 0, 3, 8, 8, 32, 16, keys.nbytes)
     one, out = torch.ones(2, 16), torch.empty(2, 16)
-    node = ops.append_row(one, one, cache)
+    node = ops.step.append_row(one, one, cache)
     run(node)
     assert keys[3].all()
     assert keys.sum() == 32
@@ -347,7 +399,7 @@ def test_a_cache_has_room_for_its_rows() -> None:
     ):
         right = getattr(cache, name)
         setattr(cache, name, wrong)
-        for made in (node, ops.attend_cached(out, one, 2, cache, 1.0)):
+        for made in (node, ops.step.attend_cached(out, one, 2, cache, 1.0)):
             with pytest.raises(ShapeError, match="cache"):
                 run(made)
         setattr(cache, name, right)
@@ -374,7 +426,7 @@ def test_matrices_that_read_the_same(tier: str, dtype: torch.dtype) -> None:
         x = torch.randn(tokens, k).to(dtype)
         made = [torch.full((tokens, w.shape[0]), 7.0, dtype=dtype) for w in weights]
         nodes = [call.node(x, y) for call, y in zip(calls, made, strict=True) if call is not None]
-        ops.run_nodes(ops.program(nodes), len(weights))
+        ops.step.run_nodes(ops.step.program(nodes), len(weights))
         for y, w, bias, call in zip(made, weights, biases, calls, strict=True):
             assert call is not None
             assert torch.equal(y, call(x))

@@ -136,7 +136,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 17
+ABI = 18
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 

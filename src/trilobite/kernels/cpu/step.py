@@ -33,16 +33,20 @@ class Kind(IntEnum):
     SQUARE = 6
     RSQRT = 7
     SWISH = 8
-    SUM = 9
-    SOFTMAX = 10
-    TOP = 11
-    NUMBER = 12
-    GATHER = 13
-    LINEAR = 14
-    EXPERTS = 15
-    APPEND = 16
-    ATTEND = 17
-    DENSE = 18
+    LOGISTIC = 9
+    FILL = 10
+    SUM = 11
+    SOFTMAX = 12
+    TOP = 13
+    NUMBER = 14
+    GATHER = 15
+    PICK = 16
+    SCATTER = 17
+    LINEAR = 18
+    EXPERTS = 19
+    APPEND = 20
+    ATTEND = 21
+    DENSE = 22
 
 
 MOST_SUMMED = 1 << 15
@@ -55,6 +59,12 @@ WIDEST = 1024
 """Values of a row of which the library takes the largest."""
 FULL = 64
 """Values, or multiples of them, that fill torch's vectors: what is left it computes one by one, and otherwise."""
+CURVES: dict[Kind, Callable[[Tensor], Tensor]] = {
+    Kind.SWISH: torch.nn.functional.silu,
+    Kind.LOGISTIC: torch.sigmoid,
+}
+TYPES = {**DTYPES, torch.bool: 3}
+"""Of operands that go element by element: `trilobite_dtype`, TRILOBITE_BOOL."""
 
 
 def operand(t: Tensor, strides: Sequence[int] = (), dtype: int = 0) -> native.Operand:
@@ -98,31 +108,49 @@ def elementwise(
 
     Types: fp32, fp16, bf16; numbers beside those that `takes_number`.
     """
-    if isinstance(b, int | float) and (a.dtype not in DTYPES or not takes_number(kind, a.dtype, float(b))):
+    if out.dtype not in DTYPES or a.dtype not in DTYPES:
         return None
-    return _mapped(kind, out, a, b)
+    if not isinstance(b, int | float):
+        return _mapped(kind, out, a, b)
+    return _mapped(kind, out, a, number=float(b)) if takes_number(kind, a.dtype, float(b)) else None
 
 
-def swish(out: Tensor, a: Tensor) -> native.StepNode | None:
-    """out = silu(a), both dense and of one type; None where the library does not do that with torch's bits."""
+def curve(kind: Kind, out: Tensor, a: Tensor) -> native.StepNode | None:
+    """out = one of CURVES of a, both dense and of one type; None where the library has not torch's bits."""
     fits = out.is_contiguous() and a.is_contiguous() and out.dtype == a.dtype and out.dtype in DTYPES
-    if not fits or out.numel() % FULL or out.numel() > MOST_SUMMED or not has_silu(out.dtype):
+    if not fits or out.numel() % FULL or out.numel() > MOST_SUMMED or not has_curve(kind, out.dtype):
         return None
-    return _mapped(Kind.SWISH, out, a, None)
+    return _mapped(kind, out, a)
 
 
-def _mapped(kind: Kind, out: Tensor, a: Tensor, b: Tensor | float | None) -> native.StepNode | None:
-    operands = [out, a.expand(out.shape), *([b.expand(out.shape)] if isinstance(b, Tensor) else [])]
-    if any(t.dtype not in DTYPES or not t.is_cpu for t in operands) or not out.numel():
+def truth(out: Tensor, a: Tensor, *, inverted: bool = False) -> native.StepNode | None:
+    """out, bool, = a != 0, or inverted a == 0. a: bool, or if not inverted fp32, fp16 or bf16; None for other types."""
+    if out.dtype != torch.bool or (inverted and a.dtype != torch.bool):
+        return None
+    # 1 less than a truth is 0, what is false.
+    return _mapped(Kind.SUBTRACT, out, a, number=1.0) if inverted else _mapped(Kind.COPY, out, a)
+
+
+def fill(out: Tensor, a: Tensor, mask: Tensor, number: float) -> native.StepNode | None:
+    """out = a, and `number` where the mask, bool, is true; None for types beside fp32, fp16 and bf16, and mixed ones."""
+    if mask.dtype != torch.bool or a.dtype != out.dtype or out.dtype not in DTYPES:
+        return None
+    return _mapped(Kind.FILL, out, a, mask, number)
+
+
+def _mapped(
+    kind: Kind, out: Tensor, a: Tensor, b: Tensor | None = None, number: float = 0.0
+) -> native.StepNode | None:
+    operands = [out, a.expand(out.shape), *([] if b is None else [b.expand(out.shape)])]
+    if any(t.dtype not in TYPES or not t.is_cpu for t in operands) or not out.numel():
         return None
     sizes, rows = _merged(out.shape, [t.stride() for t in operands])
     if len(sizes) > native.DIMENSIONS:
         return None
     missing = native.DIMENSIONS - len(sizes)
     parts = [
-        operand(t, (*[0] * missing, *row), DTYPES[t.dtype]) for t, row in zip(operands, rows, strict=True)
+        operand(t, (*[0] * missing, *row), TYPES[t.dtype]) for t, row in zip(operands, rows, strict=True)
     ]
-    number = float(b) if isinstance(b, int | float) else 0.0
     return native.StepNode(kind, (*[1] * missing, *sizes), *parts, number=number)
 
 
@@ -189,6 +217,36 @@ def gather(out: Tensor, table: Tensor, index: Tensor) -> native.StepNode:
     width = out.numel() * out.element_size()
     parts = (operand(t) for t in (out, table, index))
     return native.StepNode(Kind.GATHER, (1, 1, table.shape[0], width), *parts)
+
+
+def pick(out: Tensor, a: Tensor, index: Tensor) -> native.StepNode | None:
+    """out = a.gather(-1, index). out, index: [.., k]    a: [.., N], of the type of out, N up to WIDEST
+
+    All dense, index int64; None for others.
+    """
+    known = out.dtype == a.dtype and a.dtype in DTYPES and out.shape == index.shape
+    return _at_places(Kind.PICK, dense_operand(a), out, a, index) if known and _fit(out, a, index) else None
+
+
+def scatter(out: Tensor, index: Tensor, number: float) -> native.StepNode | None:
+    """out.scatter_(-1, index, number). out: [.., N], fp32, N up to WIDEST    index: [.., k], int64; both dense."""
+    if out.dtype != torch.float32 or not _fit(out, out, index):
+        return None
+    return _at_places(Kind.SCATTER, native.Operand(), out, out, index, number)
+
+
+def _fit(out: Tensor, a: Tensor, index: Tensor) -> bool:
+    dense = all(t.is_contiguous() and t.dim() and t.numel() for t in (out, a, index))
+    wide = max(a.shape[-1], index.shape[-1]) <= WIDEST if dense else False
+    return wide and index.dtype == torch.int64 and index.shape[:-1] == a.shape[:-1]
+
+
+def _at_places(
+    kind: Kind, source: native.Operand, out: Tensor, wide: Tensor, index: Tensor, number: float = 0.0
+) -> native.StepNode:
+    shape = 1, 1, wide.numel() // wide.shape[-1], wide.shape[-1]
+    parts = dense_operand(out), source, operand(index)
+    return native.StepNode(kind, shape, *parts, lanes=index.shape[-1], number=number)
 
 
 def dense_product(out: Tensor, x: Tensor, w: Tensor, bias: Tensor | None = None) -> native.StepNode:
@@ -301,7 +359,7 @@ def takes_number(kind: Kind, dtype: torch.dtype, number: float) -> bool:
     if dtype == torch.float32:
         return True
     x = _all_values(dtype)
-    return _makes(lambda out: _mapped(kind, out, x, number), calls[kind](x, number))
+    return _makes(lambda out: _mapped(kind, out, x, number=number), calls[kind](x, number))
 
 
 def _all_values(dtype: torch.dtype) -> Tensor:
@@ -311,13 +369,13 @@ def _all_values(dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def has_silu(dtype: torch.dtype) -> bool:
-    """Whether `silu` of so many values as fill torch's vectors has torch's bits."""
+def has_curve(kind: Kind, dtype: torch.dtype) -> bool:
+    """Whether one of CURVES, of so many values as fill torch's vectors, has torch's bits."""
     x = torch.randn(1 << 15, generator=torch.Generator().manual_seed(0)).mul_(8).to(dtype)
     if dtype != torch.float32:
         x = _all_values(dtype)
-    expected = torch.cat([torch.nn.functional.silu(part) for part in x.view(-1, FULL)])
-    return _makes(lambda out: _mapped(Kind.SWISH, out, x, None), expected)
+    expected = torch.cat([CURVES[kind](part) for part in x.view(-1, FULL)])
+    return _makes(lambda out: _mapped(kind, out, x), expected)
 
 
 @cache

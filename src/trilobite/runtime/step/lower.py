@@ -195,9 +195,9 @@ class Lowering:
 
     def _flush(self) -> None:
         if self.pending:
-            program = ops.program(self.pending)
+            program = ops.step.program(self.pending)
             self.keep.append(program)
-            self.steps.append((ops.run_nodes, (program, len(self.pending)), {}))
+            self.steps.append((ops.step.run_nodes, (program, len(self.pending)), {}))
             self.natives += len(self.pending)
             self.pending = []
 
@@ -244,11 +244,14 @@ class Lowering:
         joined = self.widths.get(layer) == width + beside
         rows = self.rows[layer] = Rows(heads, width, beside, key.dtype, joined=joined)
         if not joined:
-            return [ops.append_row(key[0, :, 0], value[0, :, 0], rows.native)]
+            return [ops.step.append_row(key[0, :, 0], value[0, :, 0], rows.native)]
         row = torch.empty(heads, width + beside, dtype=key.dtype)
         self.keep.append(row)
         parts = (row[:, :width], key[0, :, 0]), (row[:, width:], value[0, :, 0])
-        return [*(ops.elementwise(ops.Kind.COPY, *p) for p in parts), ops.append_row(row, row, rows.native)]
+        return [
+            *(ops.step.elementwise(ops.step.Kind.COPY, *p) for p in parts),
+            ops.step.append_row(row, row, rows.native),
+        ]
 
     def _attend(self, node: Node) -> list[Any]:
         rows, (query,), (made,) = self.rows[node.what], node.args, node.outputs
@@ -260,14 +263,14 @@ class Lowering:
         if not dense.is_contiguous():
             dense = torch.empty(heads, width, dtype=query.dtype)
             self.keep.append(dense)
-            nodes.append(ops.elementwise(ops.Kind.COPY, dense, placed[0, :, 0]))
+            nodes.append(ops.step.elementwise(ops.step.Kind.COPY, dense, placed[0, :, 0]))
         scale = node.kwargs["scale"]
         scale = width**-0.5 if scale is None else scale
         sinks = node.kwargs["sinks"]
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
             self.keep.append(sinks)
-        return [*nodes, ops.attend_cached(base, dense, rows.heads, rows.native, scale, sinks)]
+        return [*nodes, ops.step.attend_cached(base, dense, rows.heads, rows.native, scale, sinks)]
 
 
 class _Copied:

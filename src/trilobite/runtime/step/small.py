@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from trilobite.kernels import ops
-from trilobite.kernels.ops import Kind
 
 aten = torch.ops.aten
+Kind = ops.step.Kind
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ZERO = {dtype: torch.zeros(1, dtype=dtype) for dtype in FLOATS}
 Nodes = list[Any] | None
 
 
@@ -56,26 +57,59 @@ def _top(outputs: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, A
     if kwargs or dim not in (-1, x.dim() - 1) or not largest:
         return None
     values, places = outputs
-    return _one(ops.top_of_rows(values, places, x, ordered=ordered))
+    return _one(ops.step.top_of_rows(values, places, x, ordered=ordered))
 
 
 def _softmax(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     x, dim, *half = args
-    return None if any(half) or dim not in (-1, x.dim() - 1) else _one(ops.softmax_rows(out, x))
+    return None if any(half) or dim not in (-1, x.dim() - 1) else _one(ops.step.softmax_rows(out, x))
 
 
-def _silu(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
-    return None if _lies_across(out, args[0]) else _one(ops.swish(out, args[0]))
+def _curve(kind: Kind) -> Callable[..., Nodes]:
+    def nodes(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+        return None if _lies_across(out, args[0]) else _one(ops.step.curve(kind, out, args[0]))
+
+    return nodes
 
 
 def _to_copy(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
-    return _one(ops.number(out, args[0])) if args[0].dtype == torch.int64 else _copy(out, args, kwargs)
+    if args[0].dtype == torch.int64:
+        return _one(ops.step.number(out, args[0]))
+    if out.dtype == torch.bool:
+        return None if _lies_across(out, args[0]) else _one(ops.step.truth(out, args[0]))
+    return _copy(out, args, kwargs)
+
+
+def _not(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    return None if _lies_across(out, args[0]) else _one(ops.step.truth(out, args[0], inverted=True))
+
+
+def _zeros(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    return _one(ops.step.elementwise(Kind.COPY, out, ZERO[out.dtype])) if out.dtype in ZERO else None
+
+
+def _fill(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    x, mask, number = args
+    return None if _lies_across(out, x, mask) else _one(ops.step.fill(out, x, mask, float(number)))
+
+
+def _pick(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    x, dim, index = args
+    if kwargs.get("sparse_grad") or dim not in (-1, x.dim() - 1) or _lies_across(out, x, index):
+        return None
+    return _one(ops.step.pick(out, x, index))
+
+
+def _scatter(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    x, dim, index, number = args
+    last = dim in (-1, x.dim() - 1) and not _lies_across(out, index)
+    return _one(ops.step.scatter(out, index, float(number))) if last else None
 
 
 def _copy(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     if out.dtype not in FLOATS or args[0].dtype not in FLOATS or _lies_across(out, args[0]):
         return None
-    return _one(ops.elementwise(Kind.COPY, out, args[0]))
+    return _one(ops.step.elementwise(Kind.COPY, out, args[0]))
 
 
 def _copy_into(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
@@ -97,7 +131,7 @@ def _binary(kind: Kind) -> Callable[..., Nodes]:
                 return None
         elif a.dtype != out.dtype or not isinstance(b, int | float):
             return None
-        return _one(ops.elementwise(kind, out, a, b))
+        return _one(ops.step.elementwise(kind, out, a, b))
 
     return nodes
 
@@ -106,7 +140,7 @@ def _unary(kind: Kind) -> Callable[..., Nodes]:
     def nodes(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
         if args[0].dtype != out.dtype or out.dtype not in FLOATS or _lies_across(out, args[0]):
             return None
-        return _one(ops.elementwise(kind, out, args[0]))
+        return _one(ops.step.elementwise(kind, out, args[0]))
 
     return nodes
 
@@ -126,7 +160,7 @@ def _sum(mean: bool) -> Callable[..., Nodes]:
         x, dims = args[:2]
         if kwargs.get("dtype") not in (None, torch.float32) or list(dims) not in ([-1], [x.dim() - 1]):
             return None
-        return _one(ops.row_sums(out, x, float(x.shape[-1]) if mean else 1.0))
+        return _one(ops.step.row_sums(out, x, float(x.shape[-1]) if mean else 1.0))
 
     return nodes
 
@@ -148,7 +182,7 @@ def _dense(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     x, w, bias = (*args, None)[:3]
     if not all(t.is_contiguous() for t in (out, x, w, bias) if t is not None):
         return None
-    return [ops.dense_product(out, x, w, bias)]
+    return [ops.step.dense_product(out, x, w, bias)]
 
 
 def _embedding(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
@@ -159,7 +193,7 @@ def _embedding(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         or not (table.is_contiguous() and out.is_contiguous())
     ):
         return None
-    return [ops.gather(out, table, index)]
+    return [ops.step.gather(out, table, index)]
 
 
 _OPERATORS: dict[Any, Callable[..., Nodes]] = {
@@ -171,7 +205,13 @@ _OPERATORS: dict[Any, Callable[..., Nodes]] = {
     torch.ops.trilobite.dense_linear.default: _dense,
     torch.ops.trilobite.dense_heads.default: _dense,
     aten._softmax.default: _softmax,
-    aten.silu.default: _silu,
+    aten.silu.default: _curve(Kind.SWISH),
+    aten.sigmoid.default: _curve(Kind.LOGISTIC),
+    aten.zeros_like.default: _zeros,
+    aten.bitwise_not.default: _not,
+    aten.masked_fill.Scalar: _fill,
+    aten.gather.default: _pick,
+    aten.scatter_.value: _scatter,
     aten.neg.default: _unary(Kind.NEGATE),
     aten.pow.Tensor_Scalar: _square,
     aten.rsqrt.default: _rsqrt,
