@@ -46,10 +46,24 @@ QWEN3: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
+GLM: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+}
 SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "mixtral": ("mixtral", "Mixtral-8x7B", 2, {}),
     "qwen3": ("qwen3_moe", "Qwen3-30B-A3B", 4, QWEN3),
     "deepseek": ("deepseek", "DeepSeek-MoE-16B", 4, {**DEEPSEEK, "first_k_dense_replace": 0}),
+    "glm": ("glm4_moe", "GLM-4.5-Air", 3, GLM),
     "deepseek-v2": (
         "deepseek_v2",
         "DeepSeek-V2-Lite",
@@ -81,7 +95,9 @@ def make_checkpoint(config: Any, folder: Path) -> None:
         for at in range(0, flat.numel() if parameter.dim() > 1 else 0, noise.numel()):
             piece = flat[at : at + noise.numel()]
             piece.copy_(noise[: piece.numel()])
-    for module in model.modules():  # to_empty leaves buffers such as rotary frequencies undefined
+    for buffer in model.buffers():  # to_empty leaves them undefined: a router's biases, rotary frequencies
+        buffer.zero_()
+    for module in model.modules():
         if hasattr(module, "original_inv_freq") or hasattr(module, "inv_freq"):
             module.__init__(config=config)
     model.save_pretrained(folder)
