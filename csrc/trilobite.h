@@ -24,7 +24,8 @@ enum trilobite_dtype { TRILOBITE_F32 = 0, TRILOBITE_F16 = 1, TRILOBITE_BF16 = 2 
 // Beside these, of operands of a step that go element by element.
 #define TRILOBITE_BOOL 3
 
-// How activations enter the integer dot products: 3 digits of 8 bits (exact to 2^-22 of a segment's largest), or 1.
+// How activations enter the integer dot products: 3 digits of 8 bits (exact to 2^-22 of a segment's largest; to 2^-15 what
+// is computed between two matrices from 16-bit activations), or 1.
 enum trilobite_digits { TRILOBITE_EXACT = 3, TRILOBITE_INT8 = 1 };
 
 // How the scales of an affine format are stored: fp16; 8 bits under pairs of fp32; 4 bits under super-scales (fp16).
