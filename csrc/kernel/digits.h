@@ -11,7 +11,7 @@ static inline float split_exact(const float *x, int n, uint32_t top, int8_t *q, 
   const float inverse = bits_to_float((uint32_t)(22 - unit - e + 127) << 23);
   int32_t sum = 0;
   for (int i = 0; i < n; i++) {
-    const int32_t v = (int32_t)__builtin_rintf(x[i] * inverse) << unit;
+    const int32_t v = (int32_t)((uint32_t)(int32_t)__builtin_rintf(x[i] * inverse) << unit);
     const int32_t v1 = (v + 128) >> 8, v2 = (v1 + 128) >> 8;
     q[i] = (int8_t)v;
     q[stride + i] = (int8_t)v1;
