@@ -21,6 +21,7 @@ constexpr int SPAN = 256;     // columns of a row under one super-scale
 constexpr int TOKENS = 16;    // tokens that are laid out together
 constexpr int LR_GROUP = 64;  // values of a compensator factor that share a scale
 constexpr int WHOLE = -1;     // parts: none, fp32
+constexpr int WORDS = -2;     // parts: none, digits of which the upper two are one number
 constexpr int SLACK = 2048;   // bytes readable past prepared activations: whole tiles are loaded at the end
 constexpr int SUMS = 8;       // int16 that a digit of a segment has for its sums
 
@@ -30,7 +31,7 @@ constexpr int E8P = 16, E8 = 17;
 constexpr int SUPER = 32;
 
 // How a product for many tokens wants codes: as bytes, or as numbers (kernel/panel.h).
-enum class Form { BYTES, PAIRS, SINGLES };
+enum class Form { BYTES, WORDS, PAIRS, SINGLES };
 
 // The transform T x = H (s * x) / sqrt(n) of one side of a lattice matrix; cores and orders: trilobite_rotation.
 struct Rotation {
@@ -73,15 +74,25 @@ struct LowSteps {
   bool more;  // than MOST
 };
 
+// The same beside words: the first MOST pairs of columns, and their digits.
+struct LowPairs {
+  static constexpr int MOST = 3;
+  int16_t two[MOST][2];
+  uint8_t line[MOST];
+  bool more;  // than MOST
+};
+
 // What enters a product, for the form in which a tier wants it. dtype: of the model's activations.
 struct Activations {
   int64_t count, k;
   int seg, dtype, digits;
   bool computed;  // in fp32, from those of dtype: results of an activation function, rotated values
   bool bytes;     // of a matrix that reads them (`Matrix::has_bytes`)
+
+  bool two() const { return digits == TRILOBITE_EXACT && computed && dtype != TRILOBITE_F32; }
 };
 
-// Activations [count, k], prepared for a tier, in one of two forms. Blocks are of 16 tokens, the last one smaller.
+// Activations [count, k], prepared for a tier, in one of three forms. Blocks are of 16 tokens, the last one smaller.
 //
 // Digits (parts = 0): per token and segment of 16, 32 or 64 columns a scale, and 1 or 3 signed 8-bit digits of x / scale,
 // the most significant last. Products with codes are then exact in int32, on every tier. `two`: the lowest of three is left
@@ -91,19 +102,25 @@ struct Activations {
 //   sums   [block][segment][token][digit][8]: of the digits in each 16 columns, then in each 32; the rest is unused. Only
 //          tiers that read them (Isa::GROUP_SUMS) write them.
 //   low    [block][segment][token]: of three digits; only tiers with short sums write them
+// Words: digits of which the upper two are one 16-bit number, 256 * d2 + d1, for instructions that multiply those.
+//   q      [block][segment]: int16 [token][column; in every four, the middle two are swapped], then the lowest digits, int8,
+//          likewise
+//   scale  as above
+//   pairs  [block][segment][token]
 // Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for instructions that multiply those; or, `whole`, as it is.
 //   q      [block][32 columns][part][token of the block][column; in every four, the middle two are swapped] bfloat16
 //   q      [block][32 columns][token of the block][column] fp32
-// Both:
+// All:
 //   sum    [block][segment][token]: the segment's sum of x
 struct Digits {
   int8_t *q;
   float *scale, *sum;
   int16_t *sums;
   LowSteps *low;
+  LowPairs *pairs;
   int64_t k, segments;
   int count, seg, digits, parts;
-  bool whole, two;
+  bool whole, words, two;
 
   int element_bytes() const { return whole ? 4 : parts ? 2 * parts : digits; }
   int blocks() const { return (count + TOKENS - 1) / TOKENS; }
@@ -112,9 +129,17 @@ struct Digits {
   float *scale_block(int block) const { return scale + (int64_t)block * TOKENS * segments; }
   float *sum_block(int block) const { return sum + (int64_t)block * TOKENS * segments; }
   int16_t *sums_block(int block) const {
-    return parts ? nullptr : sums + (int64_t)block * TOKENS * segments * digits * SUMS;
+    return sums == nullptr ? nullptr : sums + (int64_t)block * TOKENS * segments * digits * SUMS;
   }
   LowSteps *low_block(int block) const { return low ? low + (int64_t)block * TOKENS * segments : nullptr; }
+  LowPairs *pairs_block(int block) const { return pairs ? pairs + (int64_t)block * TOKENS * segments : nullptr; }
+  // Of a segment of one token: its words, and its lowest digits.
+  int16_t *word(int block, int64_t s, int row) const {
+    return (int16_t *)(q_block(block) + s * 3 * rows(block) * seg) + row * seg;
+  }
+  int8_t *lowest(int block, int64_t s, int row) const {
+    return q_block(block) + (s * 3 + 2) * rows(block) * seg + row * seg;
+  }
   // bfloat16 of 32 columns of one token.
   uint16_t *part(int block, int64_t chunk, int i, int row) const {
     return (uint16_t *)q_block(block) + ((chunk * parts + i) * rows(block) + row) * BLOCK;
@@ -128,7 +153,7 @@ struct Digits {
     const int rest = count - block * TOKENS, n = rest < most * TOKENS ? rest : most * TOKENS;
     Digits some = *this;
     some.q = q_block(block), some.scale = scale_block(block), some.sum = sum_block(block);
-    some.sums = sums_block(block), some.low = low_block(block), some.count = n;
+    some.sums = sums_block(block), some.low = low_block(block), some.pairs = pairs_block(block), some.count = n;
     return some;
   }
 };
@@ -145,7 +170,7 @@ struct Tier {
   const char *name;
   // Bytes of thread-local scratch that `rows` may use.
   size_t scratch_bytes;
-  // bfloat16 parts in which `rows` wants them, WHOLE for fp32, or 0 for digits. What is computed in fp32 from 16-bit
+  // bfloat16 parts in which `rows` wants them, WHOLE for fp32, WORDS, or 0 for digits. What is computed in fp32 from 16-bit
   // activations keeps 16 bits.
   int (*parts)(const Activations &a);
   // Rows `index[i]` (or i when index is NULL) of x [.., k] -> tokens of one block of d.

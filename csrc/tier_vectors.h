@@ -20,6 +20,7 @@ namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/pass.h"
 #include "kernel/short.h"
 #include "kernel/short_many.h"
+#include "kernel/words.h"
 #include "kernel/many.h"
 constexpr auto rows_tier = rows_vectors;
 #include "kernel/low_rank.h"

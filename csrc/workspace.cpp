@@ -35,14 +35,15 @@ Digits Workspace::digits(const Tier &t, const Activations &a) {
   Digits d{};
   const int parts = a.seg < BLOCK ? 0 : t.parts(a);  // they come in whole blocks of columns
   d.k = a.k, d.segments = a.k / a.seg, d.count = (int)a.count, d.seg = a.seg, d.digits = a.digits;
-  d.whole = parts == WHOLE, d.parts = d.whole ? 1 : parts;
-  d.two = a.digits == TRILOBITE_EXACT && a.computed && a.dtype != TRILOBITE_F32;
+  d.whole = parts == WHOLE, d.words = parts == WORDS, d.parts = d.whole ? 1 : d.words ? 0 : parts;
+  d.two = a.two();
   const int64_t q = a.count * a.k * d.element_bytes(), s = a.count * d.segments;
   d.q = get<int8_t>(q + SLACK);
   d.scale = get<float>(s + TOKENS);
   d.sum = get<float>(s + TOKENS);
-  if (!d.parts) d.sums = get<int16_t>(s * d.digits * SUMS);
-  if (!d.parts && d.digits > 1) d.low = get<LowSteps>(s);
+  if (d.words) d.pairs = get<LowPairs>(s);
+  else if (!d.parts) d.sums = get<int16_t>(s * d.digits * SUMS);
+  if (!d.words && !d.parts && d.digits > 1) d.low = get<LowSteps>(s);
   memset(d.q + q, 0, SLACK);
   memset(d.scale + s, 0, TOKENS * sizeof(float));
   memset(d.sum + s, 0, TOKENS * sizeof(float));

@@ -85,6 +85,39 @@ static inline LowSteps low_steps(const int8_t *q, int n) {
   return low;
 }
 
+// The pairs of columns whose lowest digit is not zero, for `Digits::pairs`.
+static inline LowPairs low_pairs(const int8_t *q, int n) {
+  uint8_t line[32 + 1];
+  int count = 0;
+  for (int i = 0; i < n / 2; i++) {
+    line[count] = (uint8_t)i;
+    count += (q[2 * i] | q[2 * i + 1]) != 0;
+  }
+  LowPairs low{};
+  low.more = count > LowPairs::MOST;
+  for (int i = 0; i < LowPairs::MOST && i < count; i++) {
+    low.line[i] = line[i];
+    low.two[i][0] = q[2 * line[i]], low.two[i][1] = q[2 * line[i] + 1];
+  }
+  return low;
+}
+
+// One segment of one token as words. A largest value that is not finite leaves zeros.
+static inline float split_words(const float *x, const Digits &d, int block, int64_t s, int row, uint32_t top,
+                                int32_t *total) {
+  alignas(64) int8_t q[3][64] = {};
+  const float scale = top < 0x7f800000 ? split_exact(x, d.seg, top, q[0], 64, d.two, total) : 0;
+  int16_t *words = d.word(block, s, row);
+  int8_t *lowest = d.lowest(block, s, row);
+  for (int i = 0; i < d.seg; i++) {
+    const int at = (i & ~3) + 2 * (i & 1) + (i >> 1 & 1);
+    words[at] = (int16_t)(256 * q[2][i] + q[1][i]);
+    lowest[at] = q[0][i];
+  }
+  d.pairs_block(block)[s * d.rows(block) + row] = low_pairs(lowest, d.seg);
+  return scale;
+}
+
 // One segment of one token. A NaN or infinite value makes the scale NaN, and with it every result of the token.
 static inline void quantize_segment(const float *x, const Digits &d, int block, int64_t s, int row) {
   if (d.parts) return split_parts(x, d, block, s, row);
@@ -96,18 +129,19 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
     const uint32_t a = float_to_bits(x[i]) & 0x7fffffff;
     top = a > top ? a : top;
   }
-  if (top >= 0x7f800000) {
+  const bool finite = top < 0x7f800000;
+  int32_t total = 0;
+  float scale = 0;
+  if (d.words) {
+    scale = split_words(x, d, block, s, row, top, &total);
+  } else if (finite) {
+    scale = d.digits == 1 ? split_int8(x, n, top, q, &total) : split_exact(x, n, top, q, stride, d.two, &total);
+  } else {
     for (int i = 0; i < d.digits; i++) memset(q + i * stride, 0, n);
-    memset(d.sums_block(block) + at * d.digits * SUMS, 0, d.digits * SUMS * sizeof(int16_t));
-    if (d.low) d.low_block(block)[at] = LowSteps{};
-    d.scale_block(block)[at] = d.sum_block(block)[at] = bits_to_float(0x7fc00000);
-    return;
   }
-  int32_t total;
-  const float scale =
-      d.digits == 1 ? split_int8(x, n, top, q, &total) : split_exact(x, n, top, q, stride, d.two, &total);
-  d.scale_block(block)[at] = scale;
-  d.sum_block(block)[at] = scale * (float)total;
+  d.scale_block(block)[at] = finite ? scale : bits_to_float(0x7fc00000);
+  d.sum_block(block)[at] = finite ? scale * (float)total : bits_to_float(0x7fc00000);
+  if (d.words) return;
   if (Isa::SHORT_RUNS && d.low) d.low_block(block)[at] = low_steps(q, n);
   if (!Isa::GROUP_SUMS) return;
   for (int i = 0; i < d.digits; i++) sum_digits(q + i * stride, n, d.sums_block(block) + (at * d.digits + i) * SUMS);

@@ -9,13 +9,13 @@ struct Isa {
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__
-  static constexpr bool SHORT_RUNS = false, GROUP_SUMS = false;
+  static constexpr bool SHORT_RUNS = false, GROUP_SUMS = false, WORDS = false;
   static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache, or with 2 the second
   static constexpr int MANY = 3;
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr Form FORM = Form::BYTES;
 #else
-  static constexpr bool SHORT_RUNS = true, GROUP_SUMS = true;  // short.h, group_sums.h
+  static constexpr bool SHORT_RUNS = true, GROUP_SUMS = true, WORDS = true;  // short.h, group_sums.h, words.h
   static constexpr int LOCALITY = 2;
   static constexpr int MANY = 4;
   static constexpr int STEPS = 4;
@@ -107,6 +107,20 @@ struct Isa {
   // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
+  }
+  // For words.h. Bytes J and J + 2 of each lane as 16-bit numbers, with a sign or without.
+  template <int J, bool SIGNS> static Bytes words(Bytes v) {
+    const auto half = [](__m256i x) {
+      if (SIGNS) return _mm256_srai_epi16(J ? x : _mm256_slli_epi16(x, 8), 8);
+      return J ? _mm256_srli_epi16(x, 8) : _mm256_and_si256(x, _mm256_set1_epi16(255));
+    };
+    return {half(v.a), half(v.b)};
+  }
+  // sum[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
+  static void add_words(Ints &sum, Bytes x, __m256i y) {
+    const Ints p{_mm256_madd_epi16(x.a, y), _mm256_madd_epi16(x.b, y)};
+    __asm__("vpaddd %1, %0, %0" : "+x"(sum.a) : "x"(p.a));
+    __asm__("vpaddd %1, %0, %0" : "+x"(sum.b) : "x"(p.b));
   }
   // Two 16-bit numbers, for every lane.
   static Bytes two(int32_t both) { return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)}; }

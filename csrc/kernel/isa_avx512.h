@@ -9,7 +9,7 @@ struct Isa {
   static constexpr int STEPS = 8;   // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 4;
   static constexpr bool MATRICES = false;
-  static constexpr bool SHORT_RUNS = false;
+  static constexpr bool SHORT_RUNS = false, WORDS = false;
 #ifdef __AVX512VNNI__
   static constexpr bool GROUP_SUMS = true;  // group_sums.h
 #else

@@ -68,8 +68,8 @@ static void restore(const Digits &x, int token, float *out) {
   for (int64_t c = 0; x.whole && c < x.k / BLOCK; c++)
     memcpy(out + c * BLOCK, x.floats(block, c, row), BLOCK * sizeof(float));
   if (x.whole) return;
+  constexpr int ORDER[4] = {0, 2, 1, 3};  // of words and parts
   if (x.parts) {
-    constexpr int ORDER[4] = {0, 2, 1, 3};
     for (int64_t c = 0; c < x.k / BLOCK; c++)
       for (int i = 0; i < BLOCK; i++) {
         float v = 0;
@@ -80,8 +80,17 @@ static void restore(const Digits &x, int token, float *out) {
   }
   const int64_t digit = (int64_t)rows * x.seg;
   for (int64_t s = 0; s < x.segments; s++) {
-    const int8_t *q = x.q_block(block) + s * x.digits * digit + (int64_t)row * x.seg;
     const float scale = x.scale_block(block)[s * rows + row];
+    if (x.words) {
+      const int16_t *word = x.word(block, s, row);
+      const int8_t *lowest = x.lowest(block, s, row);
+      for (int i = 0; i < x.seg; i++) {
+        const int at = i / 4 * 4 + ORDER[i % 4];
+        out[s * x.seg + i] = scale * (float)(256 * word[at] + lowest[at]);
+      }
+      continue;
+    }
+    const int8_t *q = x.q_block(block) + s * x.digits * digit + (int64_t)row * x.seg;
     for (int i = 0; i < x.seg; i++) {
       int32_t v = q[i];
       if (x.digits == 3) v += 256 * q[digit + i] + 65536 * q[2 * digit + i];

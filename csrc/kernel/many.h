@@ -158,6 +158,8 @@ template <int D>
 }
 
 static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *) {
+  if constexpr (Isa::WORDS)
+    if (x.words) return rows_words<>(m, band, bands, x, out, ld);
   if constexpr (Isa::FORM != Form::BYTES)
     if (x.parts) return all_bands_many<0, 0>(m, band, bands, x, out, ld);
   if (rows_short(m, band, bands, x, out, ld) || rows_short_many(m, band, bands, x, out, ld)) return;
@@ -172,6 +174,8 @@ static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits 
 
 [[maybe_unused]] static int parts_vectors(const Activations &a) {
   if (a.count < Isa::MANY || a.digits == TRILOBITE_INT8 || (Isa::SHORT_RUNS && !a.bytes)) return 0;
+  // Others have lowest digits in most columns.
+  if (Isa::WORDS && (a.two() || a.dtype == TRILOBITE_BF16)) return WORDS;
   if (Isa::FORM == Form::SINGLES) return WHOLE;
   // Two products of bfloat16 numbers cost more than three of bytes.
   return Isa::FORM == Form::PAIRS && a.dtype == TRILOBITE_BF16 && !a.computed;

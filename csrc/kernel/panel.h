@@ -1,6 +1,7 @@
 // Panels: codes of some columns of a band, decoded once for many tokens (many.h, amx.h), in the form that a product wants.
 // A step of 16 rows x 4 columns is
 //   BYTES    one line of 64 bytes, as `decode` leaves it
+//   WORDS    two lines of 16-bit numbers, columns 0 and 2, then 1 and 3
 //   PAIRS    two lines of bfloat16, columns 0 and 2, then 1 and 3: whole numbers below 256 are exact there
 //   SINGLES  four lines of fp32
 
@@ -8,7 +9,7 @@
 // on into the first-level one, or 0.
 constexpr int PANEL_PREFETCH = 6144;
 
-constexpr int lines(Form form) { return form == Form::SINGLES ? 4 : form == Form::PAIRS ? 2 : 1; }
+constexpr int lines(Form form) { return form == Form::SINGLES ? 4 : form == Form::BYTES ? 1 : 2; }
 
 #ifdef __AVX512BF16__
 // bfloat16 of 0 .. 31.
@@ -35,10 +36,14 @@ template <int BITS> static inline void store_pairs(uint8_t *out, __m512i codes) 
 }
 #endif
 
-// V: not every Isa has SINGLES.
+// V: not every Isa has SINGLES, or WORDS.
 template <int BITS, Form FORM, typename V = Isa> static inline void store_step(uint8_t *out, Isa::Bytes codes) {
   if constexpr (FORM == Form::BYTES) {
     Isa::store(out, codes);
+  } else if constexpr (FORM == Form::WORDS) {
+    constexpr bool SIGNS = BITS >= SUPER && Isa::COUNT_BIAS;
+    Isa::store(out, V::template words<0, SIGNS>(codes));
+    Isa::store(out + 64, V::template words<1, SIGNS>(codes));
   } else if constexpr (FORM == Form::SINGLES) {
     constexpr bool SIGNS = BITS >= SUPER && Isa::COUNT_BIAS;
     auto *f = (float *)out;

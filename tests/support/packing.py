@@ -23,12 +23,14 @@ def factor(rank: int, length: int, kind: str, generator: torch.Generator) -> Ten
 
 
 def packed_weight(
-    n: int, k: int, fmt: Format | str, *, rank: int = 0, kind: str = "int3", seed: int = 0
+    n: int, k: int, fmt: Format | str, *, rank: int = 0, kind: str = "int3", seed: int = 0, zeros: int = 0
 ) -> PackedWeight:
-    """A random packed weight [n, k]."""
+    """A random packed weight [n, k]. zeros: every so many columns one has no weights; 0 = none has."""
     fmt = Format.parse(fmt) if isinstance(fmt, str) else fmt
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(n, k, generator=generator) * 0.05
+    if zeros:
+        w[:, ::zeros] = 0
     groups = w.view(n, -1, fmt.group_size(k))
     low, high = groups.amin(-1), groups.amax(-1)
     if fmt.symmetric:
