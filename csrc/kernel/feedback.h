@@ -50,7 +50,7 @@ static void feed_back(const trilobite_feedback_args &b, int count, void *scratch
   const int columns = (int)b.columns;
   Lanes *w = (Lanes *)scratch;
   for (int i = 0; i < columns; i++) w[i] = load_lanes(b.w + i * b.rows, count);
-  const Lanes top = all((float)((1 << b.bits) - 1));
+  const float top = (float)((1 << b.bits) - 1);
   QuantizeLine line{};
   Lanes inverse = all(0);
   for (int i = 0; i < columns; i++) {
@@ -59,7 +59,7 @@ static void feed_back(const trilobite_feedback_args &b, int count, void *scratch
       inverse = reciprocal(line.scale);
     }
     const float *upper = b.upper + i * b.upper_ld;
-    const Lanes q = nearest(at_most(at_least((w[i] - line.offset) * inverse, all(0)), top));
+    const Lanes q = nearest_in((w[i] - line.offset) * inverse, 0, top);
     const Lanes error = (w[i] - (q * line.scale + line.offset)) / upper[i];
     store_codes(q, b.codes + i * b.rows, count);
     store_lanes(error, b.errors + i * b.rows, count);
@@ -149,7 +149,7 @@ struct Descent {
   // The code of each column in turn; slopes of those behind a stretch follow all of it at once.
   void fit_codes() {
     constexpr int STRETCH = 32;
-    const Lanes top = all((float)((1 << d.bits) - 1));
+    const float top = (float)((1 << d.bits) - 1);
     for (int start = 0; start < columns; start += STRETCH) {
       const int stop = start + STRETCH < columns ? start + STRETCH : columns;
       Lanes *moved = work;
@@ -157,7 +157,7 @@ struct Descent {
         const Lanes size = unit * scale[j / group], inverse = reciprocal(size);
         const float *h = hessian(j, 0);
         const Lanes x = codes[j] + slope[j] * inverse * (1 / h[j]);
-        const Lanes q = nearest(at_most(at_least(x, all(0)), top)), by = (q - codes[j]) * size;
+        const Lanes q = nearest_in(x, 0, top), by = (q - codes[j]) * size;
         codes[j] = q, moved[j - start] = by;
         for (int k = j + 1; k < stop; k++) slope[k] -= h[k] * by;
       }

@@ -14,9 +14,17 @@ static inline Lanes at_most(Lanes x, Lanes high) { return x < high ? x : high; }
 static inline Lanes magnitude(Lanes x) { return (Lanes)((Bits)x & 0x7fffffff); }
 
 // Nearest integer, ties to even, of |x| < 2^22: adding 1.5 * 2^23 leaves no room for a fraction.
-static inline Lanes nearest(Lanes x) {
-  const Lanes big = all(12582912.0f);
-  return (x + big) - big;
+constexpr float BIG = 12582912.0f;
+static inline Lanes nearest(Lanes x) { return (x + BIG) - BIG; }
+
+// That in [low, high], of any x. Bits of what is above zero are in the order of its values, and whole numbers are compared
+// where nothing else waits to be done.
+static inline Lanes nearest_in(Lanes x, float low, float high) {
+  const Bits least = (Bits)all(BIG + low), most = (Bits)all(BIG + high);
+  Bits y = (Bits)(x + BIG);
+  y = y > least ? y : least;
+  y = y < most ? y : most;
+  return (Lanes)y - BIG;
 }
 
 static inline Lanes reciprocal(Lanes x) { return choose(x != all(0), 1.0f / x, all(0)); }
@@ -76,7 +84,7 @@ static QuantizeLine fit_rtn(const QuantizeGroup &g) {
 // The searches count codes from the middle one, as symmetric formats do, which keeps the sums small.
 static inline Lanes middle_code(const QuantizeGroup &g, Lanes w, const QuantizeLine &line, Lanes inverse) {
   const float half = (float)(1 << (g.bits - 1));
-  return nearest(at_most(at_least((w - line.offset) * inverse, all(-half)), all(half - 1)));
+  return nearest_in((w - line.offset) * inverse, -half, half - 1);
 }
 
 // The line that fits the codes best which `line` gives, columns weighted, and whose error therefore is no greater.
@@ -167,7 +175,7 @@ static QuantizeLine fit_hqq(const QuantizeGroup &g) {
     Lanes loss = all(0), moved = all(0);
     for (int i = 0; i < g.columns; i++) {
       const Lanes w = (g.w[i] - range.offset) * normal;
-      const Lanes code = nearest(at_most(at_least(w * inverse + z, all(0)), all(g.top())));
+      const Lanes code = nearest_in(w * inverse + z, 0, g.top());
       const Lanes error = w - (code - z) * s;
       const Lanes size = at_least(magnitude(error), all(1e-12f));
       const Lanes power = power_p_minus_1(size);
@@ -272,12 +280,12 @@ static void load_columns(const QuantizeTile &t, int count, Lanes *columns) {
 static void round_rows(const QuantizeGroup &g, const QuantizeLine &grid, uint8_t *codes, const QuantizeTile &t) {
   const Lanes inverse = reciprocal(grid.scale);
   const Lanes zero = g.symmetric ? grid.scale * g.bottom() : grid.offset;
-  const Lanes top = all((float)((1 << g.bits) - 1));
+  const float top = (float)((1 << g.bits) - 1);
   for (int i = 0; i < g.columns; i += LANES) {
     Lanes values[LANES];
     Bits four = {};  // codes of a row
     for (int j = 0; j < LANES; j++) {
-      const Lanes q = nearest(at_most(at_least((g.w[i + j] - zero) * inverse, all(0)), top));
+      const Lanes q = nearest_in((g.w[i + j] - zero) * inverse, 0, top);
       values[j] = q * grid.scale + zero;
       four |= __builtin_convertvector(q, Bits) << j % 4 * 8;
       if (j % 4 != 3) continue;

@@ -29,13 +29,14 @@ constexpr int SIDES = 3;
 template <bool WEIGHTED>
 static inline void errors_of(const QuantizeGroup &g, Lanes inverse, Lanes s, const Lanes base[SIDES],
                              Lanes error[SIDES]) {
-  const Lanes step = 1.0f / s, scale = inverse * step, top = all(g.top());
+  const Lanes step = 1.0f / s, scale = inverse * step;
+  const float top = g.top();
   Lanes shift[SIDES];
   for (int k = 0; k < SIDES; k++) shift[k] = base[k] * step, error[k] = all(0);
   for (int i = 0; i < g.columns; i++) {
     const Lanes w = g.w[i];
     for (int k = 0; k < SIDES; k++) {
-      const Lanes x = w * scale - shift[k], left = x - nearest(at_most(at_least(x, all(0)), top));
+      const Lanes x = w * scale - shift[k], left = x - nearest_in(x, 0, top);
       error[k] += (WEIGHTED ? g.weight[i] * left : left) * left;
     }
   }
@@ -80,7 +81,7 @@ static void add_counts(const QuantizeGroup &g, const SubGroup &sub, Lanes invers
   const Lanes base = base_of(sub.offset, unit), step = 1.0f / sub.scale;
   for (int i = 0; i < g.columns; i++) {
     const Lanes x = g.w[i] * inverse - base;
-    const Lanes count = nearest(at_most(at_least(x * step, all(0)), all(g.top()))) * sub.scale + base;
+    const Lanes count = nearest_in(x * step, 0, g.top()) * sub.scale + base;
     const float weight = mean * g.weight_of(i);
     *along += weight * count * g.w[i];
     *square += weight * count * count;

@@ -91,7 +91,11 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
         if constexpr (SUB != 0) {
           __asm__("" : "+r"(meta));  // or offsets are held, on the stack, while codes are multiplied
           const Isa::Bytes offsets = unit_offsets<KIND>(read_lines<SEG, SUB>(m, meta));
-          UNROLL for (int t = 0; t < NT; t++) add_offsets<D>(a[t], offsets, near_sums + t * D * SUMS, SEG, SUB, s * SEG);
+          UNROLL for (int t = 0; t < NT; t++) {
+            const int16_t *of = near_sums + t * D * SUMS;
+            if (D > 1 && low == 0) add_offsets<D, V, D == 1 ? 0 : 1>(a[t], offsets, of, SEG, SUB, s * SEG);
+            else add_offsets<D>(a[t], offsets, of, SEG, SUB, s * SEG);
+          }
         }
         const Affine w = SUB     ? read_super(m, offset_unit(KIND), band + n, g)
                          : plain ? read_plain(meta)
