@@ -7,7 +7,7 @@
 constexpr int MOST_WORDS = 4;  // tokens, of which GCC 12 keeps all sums in registers
 
 struct WordSegment {
-  uint8_t codes[64 * ROWS * lines(Form::WORDS)];
+  alignas(64) uint8_t codes[64 * ROWS * lines(Form::WORDS)];
   Affine w;
 };
 
