@@ -38,14 +38,13 @@ template <int BITS> static inline void store_pairs(uint8_t *out, __m512i codes) 
 
 // V: not every Isa has SINGLES, or WORDS.
 template <int BITS, Form FORM, typename V = Isa> static inline void store_step(uint8_t *out, Isa::Bytes codes) {
+  [[maybe_unused]] constexpr bool SIGNS = BITS >= SUPER && Isa::COUNT_BIAS;
   if constexpr (FORM == Form::BYTES) {
     Isa::store(out, codes);
   } else if constexpr (FORM == Form::WORDS) {
-    constexpr bool SIGNS = BITS >= SUPER && Isa::COUNT_BIAS;
     Isa::store(out, V::template words<0, SIGNS>(codes));
     Isa::store(out + 64, V::template words<1, SIGNS>(codes));
   } else if constexpr (FORM == Form::SINGLES) {
-    constexpr bool SIGNS = BITS >= SUPER && Isa::COUNT_BIAS;
     auto *f = (float *)out;
     Isa::store(f, V::template from_byte<0, SIGNS>(codes));
     Isa::store(f + ROWS, V::template from_byte<1, SIGNS>(codes));
