@@ -74,12 +74,16 @@ struct LowSteps {
   bool more;  // than MOST
 };
 
-// The same beside words: the first MOST pairs of columns, and their digits.
+// The same beside words, of a block's tokens: the pairs of columns, token by token; count: of all pairs, also those that have
+// no room.
 struct LowPairs {
-  static constexpr int MOST = 3;
-  int16_t two[MOST][2];
-  uint8_t line[MOST];
-  bool more;  // than MOST
+  static constexpr int MOST = 3 * TOKENS;
+  struct Pair {
+    int16_t two[2];
+    uint8_t line, token;
+  };
+  int16_t count;
+  Pair pairs[MOST];
 };
 
 // What enters a product, for the form in which a tier wants it. dtype: of the model's activations.
@@ -105,8 +109,8 @@ struct Activations {
 // Words: digits of which the upper two are one 16-bit number, 256 * d2 + d1, for instructions that multiply those.
 //   q      [block][segment]: int16 [token][column; in every four, the middle two are swapped], then the lowest digits, int8,
 //          likewise
-//   scale  as above
-//   pairs  [block][segment][token]
+//   scale  of words
+//   pairs  [block][segment]
 // Parts (parts > 0): x as a sum of 1 to 3 bfloat16 numbers, for instructions that multiply those; or, `whole`, as it is.
 //   q      [block][32 columns][part][token of the block][column; in every four, the middle two are swapped] bfloat16
 //   q      [block][32 columns][token of the block][column] fp32
@@ -132,7 +136,7 @@ struct Digits {
     return sums == nullptr ? nullptr : sums + (int64_t)block * TOKENS * segments * digits * SUMS;
   }
   LowSteps *low_block(int block) const { return low ? low + (int64_t)block * TOKENS * segments : nullptr; }
-  LowPairs *pairs_block(int block) const { return pairs ? pairs + (int64_t)block * TOKENS * segments : nullptr; }
+  LowPairs *pairs_block(int block) const { return pairs ? pairs + block * segments : nullptr; }
   // Of a segment of one token: its words, and its lowest digits.
   int16_t *word(int block, int64_t s, int row) const {
     return (int16_t *)(q_block(block) + s * 3 * rows(block) * seg) + row * seg;

@@ -41,7 +41,7 @@ Digits Workspace::digits(const Tier &t, const Activations &a) {
   d.q = get<int8_t>(q + SLACK);
   d.scale = get<float>(s + TOKENS);
   d.sum = get<float>(s + TOKENS);
-  if (d.words) d.pairs = get<LowPairs>(s);
+  if (d.words) d.pairs = get<LowPairs>(d.blocks() * d.segments);
   else if (!d.parts) d.sums = get<int16_t>(s * d.digits * SUMS);
   if (!d.words && !d.parts && d.digits > 1) d.low = get<LowSteps>(s);
   memset(d.q + q, 0, SLACK);

@@ -85,21 +85,14 @@ static inline LowSteps low_steps(const int8_t *q, int n) {
   return low;
 }
 
-// The pairs of columns whose lowest digit is not zero, for `Digits::pairs`.
-static inline LowPairs low_pairs(const int8_t *q, int n) {
-  uint8_t line[32 + 1];
-  int count = 0;
+// The pairs of columns whose lowest digit is not zero join those of tokens before.
+static inline void add_low_pairs(const int8_t *q, int n, int token, LowPairs &low) {
+  int count = token == 0 ? 0 : low.count;
   for (int i = 0; i < n / 2; i++) {
-    line[count] = (uint8_t)i;
+    if (count < LowPairs::MOST) low.pairs[count] = {{q[2 * i], q[2 * i + 1]}, (uint8_t)i, (uint8_t)token};
     count += (q[2 * i] | q[2 * i + 1]) != 0;
   }
-  LowPairs low{};
-  low.more = count > LowPairs::MOST;
-  for (int i = 0; i < LowPairs::MOST && i < count; i++) {
-    low.line[i] = line[i];
-    low.two[i][0] = q[2 * line[i]], low.two[i][1] = q[2 * line[i] + 1];
-  }
-  return low;
+  low.count = (int16_t)count;
 }
 
 // One segment of one token as words. A largest value that is not finite leaves zeros.
@@ -114,7 +107,7 @@ static inline float split_words(const float *x, const Digits &d, int block, int6
     words[at] = (int16_t)(256 * q[2][i] + q[1][i]);
     lowest[at] = q[0][i];
   }
-  d.pairs_block(block)[s * d.rows(block) + row] = low_pairs(lowest, d.seg);
+  add_low_pairs(lowest, d.seg, row, d.pairs_block(block)[s]);
   return scale;
 }
 
@@ -139,7 +132,7 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
   } else {
     for (int i = 0; i < d.digits; i++) memset(q + i * stride, 0, n);
   }
-  d.scale_block(block)[at] = finite ? scale : bits_to_float(0x7fc00000);
+  d.scale_block(block)[at] = finite ? (d.words ? 256 * scale : scale) : bits_to_float(0x7fc00000);
   d.sum_block(block)[at] = finite ? scale * (float)total : bits_to_float(0x7fc00000);
   if (d.words) return;
   if (Isa::SHORT_RUNS && d.low) d.low_block(block)[at] = low_steps(q, n);

@@ -117,8 +117,9 @@ struct Isa {
     return {half(v.a), half(v.b)};
   }
   // sum[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
+  static Ints dot_words(Bytes x, __m256i y) { return {_mm256_madd_epi16(x.a, y), _mm256_madd_epi16(x.b, y)}; }
   static void add_words(Ints &sum, Bytes x, __m256i y) {
-    const Ints p{_mm256_madd_epi16(x.a, y), _mm256_madd_epi16(x.b, y)};
+    const Ints p = dot_words(x, y);
     __asm__("vpaddd %1, %0, %0" : "+x"(sum.a) : "x"(p.a));
     __asm__("vpaddd %1, %0, %0" : "+x"(sum.b) : "x"(p.b));
   }

@@ -173,9 +173,11 @@ static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits 
 }
 
 [[maybe_unused]] static int parts_vectors(const Activations &a) {
-  if (a.count < Isa::MANY || a.digits == TRILOBITE_INT8 || (Isa::SHORT_RUNS && !a.bytes)) return 0;
+  const bool short_codes = Isa::SHORT_RUNS && !a.bytes;
+  if (a.count < (short_codes ? MANY_WORDS : Isa::MANY) || a.digits == TRILOBITE_INT8) return 0;
   // Others have lowest digits in most columns.
   if (Isa::WORDS && (a.two() || a.dtype == TRILOBITE_BF16)) return WORDS;
+  if (short_codes) return 0;
   if (Isa::FORM == Form::SINGLES) return WHOLE;
   // Two products of bfloat16 numbers cost more than three of bytes.
   return Isa::FORM == Form::PAIRS && a.dtype == TRILOBITE_BF16 && !a.computed;

@@ -59,7 +59,8 @@ template <int BITS, Form FORM, typename V = Isa> static inline void store_step(u
 
 // Columns [at, at + width) of a tile; whole blocks. PLAIN: codes as they are, under super-scales, too.
 template <int BITS, Form FORM, int NEAR, bool PLAIN>
-static inline void decode_stretch(const Matrix &m, const uint8_t *tile, int at, int width, uint8_t *out) {
+__attribute__((noinline)) static void decode_stretch(const Matrix &m, const uint8_t *tile, int at, int width,
+                                                     uint8_t *out) {
   const uint8_t *codes = tile + at / BLOCK * planes<BITS>(m) * 64;
   [[maybe_unused]] Sub sub;
   constexpr bool SCALED = has_sub(BITS) && !PLAIN;

@@ -4,16 +4,17 @@ constexpr int PANEL_NEAR = 1024;  // bytes ahead that a panel is prefetched (pan
 // Tokens that share what was decoded: they and their results stay in the first-level cache.
 constexpr int TOKENS_A_PASS = 64;
 
-template <typename F> static inline void in_passes(const Digits &x, float *out, int64_t ld, F pass) {
-  constexpr int BLOCKS = TOKENS_A_PASS / TOKENS;
+template <int MOST = TOKENS_A_PASS, typename F>
+static inline void in_passes(const Digits &x, float *out, int64_t ld, F pass) {
+  constexpr int BLOCKS = MOST / TOKENS;
   for (int block = 0; block < x.blocks(); block += BLOCKS)
     pass(x.blocks_from(block, BLOCKS), out + (int64_t)block * TOKENS * ld);
 }
 
 // Results of a pass for NB bands. Here those of one token follow those of another; in `out` they may be as far apart as
 // lines that a cache has the same few places for.
-template <int NB> struct PassSums {
-  alignas(64) float sums[TOKENS_A_PASS][NB * ROWS];
+template <int NB, int MOST = TOKENS_A_PASS> struct PassSums {
+  alignas(64) float sums[MOST][NB * ROWS];
 
   PassSums(const Matrix &m, const Digits &x, const float *out, int64_t ld) {
     for (int t = 0; t < x.count; t++) {

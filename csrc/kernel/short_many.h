@@ -34,13 +34,15 @@ static inline void add_run(const uint8_t *codes, const int8_t *q, int64_t digit,
     }
 }
 
-// Sums of D of ALL digits, from the first one on. KIND: 3 or 4, codes of up to so many bits, of which those of 64 or 32
-// columns fit; 8, twice those of 4; SUPER, codes under super-scales, as they are.
+// Sums of D of ALL digits, from the first one on: of two, 256 * the second's + the first's. KIND: 3 or 4, codes of up to so
+// many bits, of which those of 64 or 32 columns fit; 8, twice those of 4; SUPER, codes under super-scales, as they are.
 template <int KIND, int D, int ALL, int NT, int SEG, typename V = Isa>
-static inline void sum_short(const ShortSegment &p, const ShortTokens &x, int first, Isa::Ints a[NT][D]) {
+static inline void sum_short(const ShortSegment &p, const ShortTokens &x, int first, Isa::Ints sum[NT]) {
+  constexpr int APART = KIND == SUPER ? D : 1;  // an offset times 256 has no room
   const int columns = KIND == SUPER ? p.group : KIND == 3 ? SEG : BLOCK;
   const int8_t *q = x.q + first * x.digit;
-  UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] = Isa::zero();
+  Isa::Ints a[NT][APART];
+  UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < APART; d++) a[t][d] = Isa::zero();
   // Of the next segment: other blocks are far from here.
   UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
       __builtin_prefetch(q + (ALL + d) * x.digit + t * SEG, 0, 3);
@@ -49,14 +51,17 @@ static inline void sum_short(const ShortSegment &p, const ShortTokens &x, int fi
       Isa::Bytes run[NT][D];
       UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) run[t][d] = Isa::bytes(0);
       add_run<D, NT, SEG>(p.codes[part], q, x.digit, from, from + columns, run);
-      const Isa::Bytes factor = KIND == SUPER ? p.scale[r] : Isa::factor(part ? 16 : 1);
-      UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] =
-          V::dot_shorts(a[t][d], run[t][d], factor);
+      const int unit = part ? 16 : 1;
+      UNROLL for (int d = 0; d < D; d++) {
+        const Isa::Bytes factor = KIND == SUPER ? p.scale[r] : Isa::factor(d ? 256 * unit : unit);
+        UNROLL for (int t = 0; t < NT; t++) a[t][d % APART] = V::dot_shorts(a[t][d % APART], run[t][d], factor);
+      }
     }
   if constexpr (KIND == SUPER)
     for (int j = 0; j < pairs(SEG, p.group); j++)
       UNROLL for (int t = 0; t < NT; t++)
           add_pair<D, V>(a[t], p.offset[j], x.sums + (t * ALL + first) * SUMS, SEG, p.group, p.at, j);
+  UNROLL for (int t = 0; t < NT; t++) sum[t] = APART == 2 ? Isa::shl8_add(a[t][1], a[t][0]) : a[t][0];
 }
 
 // Steps that the lowest digits of NT tokens need, of each: none, as many as `LowSteps` has room for, all.
@@ -77,15 +82,11 @@ template <typename V = Isa> static inline Isa::Ints sum_low(const uint8_t *codes
 
 template <int KIND, int D, int NT, int SEG>
 static void multiply_short(const ShortSegment &p, const ShortTokens &x, float *out) {
+  Isa::Ints a[NT], low[NT];
   Isa::Floats dot[NT];
-  if constexpr (D == 1) {
-    Isa::Ints a[NT][D];
-    sum_short<KIND, 1, 1, NT, SEG>(p, x, 0, a);
-    UNROLL for (int t = 0; t < NT; t++) dot[t] = combine<1>(a[t]);
-  } else {
-    Isa::Ints high[NT][D - 1], low[NT][1];
-    sum_short<KIND, D - 1, D, NT, SEG>(p, x, 1, high);
-    UNROLL for (int t = 0; t < NT; t++) dot[t] = combine_high(high[t]);
+  sum_short<KIND, D == 1 ? 1 : 2, D, NT, SEG>(p, x, D == 1 ? 0 : 1, a);
+  UNROLL for (int t = 0; t < NT; t++) dot[t] = Isa::to_float(a[t]);
+  if constexpr (D > 1) {
     const Low steps = least_steps<NT>(x.low);
     if (steps == Low::NONE) {
       UNROLL for (int t = 0; t < NT; t++) dot[t] = Isa::mul(dot[t], Isa::set1(256));
@@ -93,7 +94,7 @@ static void multiply_short(const ShortSegment &p, const ShortTokens &x, float *o
       UNROLL for (int t = 0; t < NT; t++) dot[t] = combine_low(dot[t], sum_low(p.codes[0], x.low[t]));
     } else {
       sum_short<KIND, 1, D, NT, SEG>(p, x, 0, low);
-      UNROLL for (int t = 0; t < NT; t++) dot[t] = combine_low(dot[t], low[t][0]);
+      UNROLL for (int t = 0; t < NT; t++) dot[t] = combine_low(dot[t], low[t]);
     }
   }
   UNROLL for (int t = 0; t < NT; t++)

@@ -1,36 +1,19 @@
-// Some tokens of 16 bits in exact mode, and codes of 8 bits or under super-scales, where no instruction multiplies any two bytes but one
-// multiplies two 16-bit numbers of each lane: the upper two of three digits are one such number, a code is one. A segment of
-// a band is decoded once into the first-level cache, and as many tokens as there are registers for sums of them multiply it.
-// They are the integers, and make the bits of results, that rows.h makes of digits. Of the lowest digit, which is mostly zero,
-// the few pairs of columns that have one are multiplied (`LowPairs`), or all of them.
+// Some tokens in exact mode where an instruction multiplies two 16-bit numbers of each lane: the upper two of three digits
+// are one such number, a code is one. A segment of some bands is decoded once into the first-level cache, and as many tokens
+// as there are registers for sums of them multiply it. They are the integers, and make the bits of results, that rows.h makes
+// of digits.
 
-constexpr int MOST_WORDS = 4;  // tokens, of which GCC 12 keeps all sums in registers
+constexpr int MOST_WORDS = 4;      // tokens: with more the sums of a band alone are faster, all of it is not
+constexpr int MANY_WORDS = 12;     // tokens from which on codes of up to 4 bits are faster than as bytes (short_many.h)
+constexpr int WORDS_A_PASS = 128;  // tokens: decoding into 16 bits costs more than what a cache keeps
+constexpr float LOWEST = 1 / 256.0f;  // the scale of lowest digits, in that of words
 
 struct WordSegment {
   alignas(64) uint8_t codes[64 * ROWS * lines(Form::WORDS)];
   Affine w;
 };
 
-// Tokens of a block from one of them on, in a segment.
-struct WordTokens {
-  const int16_t *q;
-  const int8_t *lowest;
-  const float *scale, *sum;
-  const LowPairs *low;
-};
-
-// sum += a line of codes, of two columns, times two words of a token.
-template <typename V = Isa> static inline void add_line(Isa::Ints &sum, const uint8_t *line, const int16_t *two) {
-  V::add_words(sum, Isa::load(line), Isa::quad((const int8_t *)two));
-}
-
-template <typename V = Isa> static inline Isa::Ints sum_listed(const uint8_t *codes, const LowPairs &low) {
-  Isa::Ints sum = Isa::zero();
-  UNROLL for (int i = 0; i < LowPairs::MOST; i++) add_line<V>(sum, codes + low.line[i] * 64, low.two[i]);
-  return sum;
-}
-
-// Sums of the words of NT tokens.
+// Sums of the words of NT tokens. V: not every Isa has them.
 template <int NT, int SEG, typename V = Isa>
 static inline void sum_words(const WordSegment &p, const int16_t *q, Isa::Ints a[NT]) {
   UNROLL for (int t = 0; t < NT; t++) a[t] = Isa::zero();
@@ -40,83 +23,112 @@ static inline void sum_words(const WordSegment &p, const int16_t *q, Isa::Ints a
     }
 }
 
-// The lowest digits of NT tokens as words, and their sums.
-template <int NT, int SEG>
-__attribute__((noinline)) static void sum_lowest(const WordSegment &p, const int8_t *lowest, Isa::Ints low[NT]) {
-  int16_t q[NT * SEG];
-  for (int i = 0; i < NT * SEG; i++) q[i] = lowest[i];
-  sum_words<NT, SEG>(p, q, low);
-}
+// Products of a segment of NB bands with the lowest digits of a block's tokens, in units of x. Most are zero, as digits are:
+// what was added is cleared again.
+template <int NB> struct LowSums {
+  alignas(64) float of[TOKENS][NB][ROWS] = {};
 
-// Which lowest digits there may be: none, those that are listed, all.
-enum class Lowest { NONE, LISTED, ALL };
+  void clear(const LowPairs &low) {
+    if (low.count > LowPairs::MOST) memset(of, 0, sizeof of);
+    else
+      for (int i = 0; i < low.count; i++)
+        UNROLL for (int n = 0; n < NB; n++) Isa::store(of[low.pairs[i].token][n], Isa::set1(0));
+  }
+};
 
-// out [NT][ROWS] += products of a segment.
-template <Lowest LOW, int NT, int SEG>
-static inline void add_tokens(const WordSegment &p, const WordTokens &x, float *out) {
-  Isa::Ints a[NT], low[NT];
-  if constexpr (LOW == Lowest::ALL) sum_lowest<NT, SEG>(p, x.lowest, low);
-  sum_words<NT, SEG>(p, x.q, a);
-  UNROLL for (int t = 0; t < NT; t++) {
-    Isa::Floats dot = Isa::to_float(a[t]);
-    if constexpr (LOW == Lowest::ALL) dot = combine_low(dot, low[t]);
-    if constexpr (LOW == Lowest::LISTED) dot = combine_low(dot, sum_listed(p.codes, x.low[t]));
-    // A power of two.
-    const float scale = LOW == Lowest::NONE ? x.scale[t] * 256 : x.scale[t];
-    add_product(p.w, Isa::mul(dot, Isa::set1(scale)), x.sum[t], out + t * ROWS);
+template <int NB, typename V = Isa>
+__attribute__((noinline)) static void add_listed(const WordSegment p[NB], const LowPairs &low, const float *scale,
+                                                 LowSums<NB> &sums) {
+  for (int i = 0; i < low.count; i++) {
+    const LowPairs::Pair &pair = low.pairs[i];
+    const auto two = Isa::quad((const int8_t *)pair.two);
+    const Isa::Floats unit = Isa::set1(scale[pair.token] * LOWEST);
+    UNROLL for (int n = 0; n < NB; n++) {
+      float *sum = sums.of[pair.token][n];
+      const Isa::Ints dot = V::dot_words(Isa::load(p[n].codes + pair.line * 64), two);
+      Isa::store(sum, Isa::fma(Isa::to_float(dot), unit, Isa::load(sum)));
+    }
   }
 }
 
-// next: words to the next segment.
-template <bool LOW, int NT, int SEG>
-static void multiply_words(const WordSegment &p, const WordTokens &x, int64_t next, float *out) {
-  // Other blocks are far from here.
-  UNROLL for (int i = 0; i < NT * SEG; i += 32) __builtin_prefetch(x.q + next + i, 0, 3);
-  if constexpr (!LOW) return add_tokens<Lowest::NONE, NT, SEG>(p, x, out);
-  int more = 0;
-  UNROLL for (int t = 0; t < NT; t++) more |= x.low[t].more;
-  if (more) add_tokens<Lowest::ALL, NT, SEG>(p, x, out);
-  else add_tokens<Lowest::LISTED, NT, SEG>(p, x, out);
+// Of lowest digits [rows][SEG] that are not listed.
+template <int NB, int SEG>
+__attribute__((noinline)) static void add_all(const WordSegment p[NB], const int8_t *lowest, const float *scale,
+                                              int rows, LowSums<NB> &sums) {
+  for (int t = 0; t < rows; t++) {
+    int16_t q[SEG];
+    for (int i = 0; i < SEG; i++) q[i] = lowest[t * SEG + i];
+    for (int n = 0; n < NB; n++) {
+      Isa::Ints a[1];
+      sum_words<1, SEG>(p[n], q, a);
+      Isa::store(sums.of[t][n], Isa::mul(Isa::to_float(a[0]), Isa::set1(scale[t] * LOWEST)));
+    }
+  }
 }
 
-// The loop is that of short_many.h; one function for both makes codes of 3 bits a tenth slower there (GCC 12).
-template <bool LOW, int SEG>
-static void word_band(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
-  const uint8_t *tile = m.packed + band * m.groups * m.tile_bytes;
-  WordSegment p;
-  PassSums<1> sums(m, x, out, ld);
+// out [NT][NB][ROWS] += products of a segment. low, likewise: those of lowest digits. next: words to the next segment.
+template <int NT, int NB, int SEG>
+__attribute__((noinline)) static void multiply_words(const WordSegment p[NB], const int16_t *q, const float *scale,
+                                                     const float *sum, const float *low, int64_t next, float *out) {
+  // Other blocks are far from here.
+  UNROLL for (int i = 0; i < NT * SEG; i += 32) __builtin_prefetch(q + next + i, 0, 3);
+  for (int n = 0; n < NB; n++) {
+    Isa::Ints a[NT];
+    sum_words<NT, SEG>(p[n], q, a);
+    const Affine w = p[n].w;
+    UNROLL for (int t = 0; t < NT; t++) {
+      const int at = (t * NB + n) * ROWS;
+      const Isa::Floats dot = Isa::fma(Isa::to_float(a[t]), Isa::set1(scale[t]), Isa::load(low + at));
+      add_product(w, dot, sum[t], out + at);
+    }
+  }
+}
+
+template <int NB, int SEG>
+static void word_bands(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
+  const int64_t stride = m.groups * m.tile_bytes;
+  const uint8_t *tile = m.packed + band * stride;
+  WordSegment p[NB];
+  LowSums<NB> lows;
+  PassSums<NB, WORDS_A_PASS> sums(m, x, out, ld);
   for (int64_t g = 0, s = 0; g < m.groups; g++, tile += m.tile_bytes) {
-    const uint8_t *meta = tile + m.code_bytes;
-    __builtin_prefetch(meta + PANEL_NEAR, 0, 3);
-    p.w = read_affine(m, meta, band, g);
+    for (int n = 0; n < NB; n++) {
+      const uint8_t *meta = tile + n * stride + m.code_bytes;
+      __builtin_prefetch(meta + PANEL_NEAR, 0, 3);
+      p[n].w = read_affine(m, meta, band + n, g);
+    }
     for (int at = 0; at < m.group; at += SEG, s++) {
-      decode_columns<Form::WORDS, PANEL_NEAR>(m, tile, at, SEG, p.codes);
+      for (int n = 0; n < NB; n++) decode_columns<Form::WORDS, PANEL_NEAR>(m, tile + n * stride, at, SEG, p[n].codes);
       for (int block = 0; block < x.blocks(); block++) {
         const int rows = x.rows(block);
-        const int64_t first = s * rows, next = (int64_t)x.digits * rows * SEG / 2;
+        const int64_t next = (int64_t)x.digits * rows * SEG / 2;
+        const float *scale = x.scale_block(block) + s * rows, *sum = x.sum_block(block) + s * rows;
+        const LowPairs &low = x.pairs_block(block)[s];
+        __builtin_prefetch(&low + 1, 0, 3);
+        if (low.count > LowPairs::MOST) add_all<NB, SEG>(p, x.lowest(block, s, 0), scale, rows, lows);
+        else add_listed<NB>(p, low, scale, lows);
         in_runs<MOST_WORDS>(rows, [&](auto count, int t) {
-          const WordTokens some{x.word(block, s, t), x.lowest(block, s, t), x.scale_block(block) + first + t,
-                                x.sum_block(block) + first + t, x.pairs_block(block) + first + t};
-          multiply_words<LOW, decltype(count)::VALUE, SEG>(p, some, next, sums.of(block) + t * ROWS);
+          multiply_words<decltype(count)::VALUE, NB, SEG>(p, x.word(block, s, t), scale + t, sum + t, lows.of[t][0],
+                                                          next, sums.of(block) + t * NB * ROWS);
         });
+        lows.clear(low);
       }
     }
   }
   sums.store(x, out, ld);
 }
 
-template <bool LOW, int SEG>
-static void word_bands(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  in_passes(x, out, ld, [&](const Digits &some, float *to) {
-    for (int b = 0; b < bands; b++) word_band<LOW, SEG>(m, band + b, some, to + b * ROWS, ld);
+template <int SEG>
+static void rows_words(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  in_passes<WORDS_A_PASS>(x, out, ld, [&](const Digits &some, float *to) {
+    int b = 0;
+    for (; b + UNIT_BANDS <= bands; b += UNIT_BANDS) word_bands<UNIT_BANDS, SEG>(m, band + b, some, to + b * ROWS, ld);
+    for (; b < bands; b++) word_bands<1, SEG>(m, band + b, some, to + b * ROWS, ld);
   });
 }
 
 template <typename V = Isa>
 static void rows_words(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  if (x.two)
-    return x.seg == 64 ? word_bands<false, 64>(m, band, bands, x, out, ld)
-                       : word_bands<false, BLOCK>(m, band, bands, x, out, ld);
-  if (x.seg == 64) word_bands<true, 64>(m, band, bands, x, out, ld);
-  else word_bands<true, BLOCK>(m, band, bands, x, out, ld);
+  if (x.seg == 64) rows_words<64>(m, band, bands, x, out, ld);
+  else rows_words<BLOCK>(m, band, bands, x, out, ld);
 }
