@@ -77,7 +77,7 @@ struct LowSteps {
 // The same beside words, of a block's tokens: the pairs of columns, token by token; count: of all pairs, also those that have
 // no room.
 struct LowPairs {
-  static constexpr int MOST = 3 * TOKENS;
+  static constexpr int MOST = 8 * TOKENS;
   struct Pair {
     int16_t two[2];
     uint8_t line, token;

@@ -1,25 +1,38 @@
 // Activations -> digits. See `Digits` in common.h for the layout.
 
-// Digits of x[0..n), whose scale is the least power of two that they are enough for: exact for bf16 down to 2^-14 of the
-// largest value. two: multiples of 256 of the scale.
+// The least power of two in whose units three digits are enough for what is no larger than `top`: exact for bf16 down to
+// 2^-14 of it. two: in multiples of 256 of it.
+struct ExactUnit {
+  float inverse, scale;
+  int shift;
+
+  ExactUnit(uint32_t top, bool two) : shift(two ? 8 : 0) {
+    // The largest digits are 127 * 2^16 + 127 * 2^8 + 127, 1.99216 * 2^22; a larger mantissa carries into the exponent.
+    int e = (int)((top + 0x10101) >> 23) - 127;
+    e = e < -100 ? -100 : e;  // keeps 2^(22-e) finite; what is lost is below 2^-122
+    inverse = bits_to_float((uint32_t)(22 - shift - e + 127) << 23);
+    scale = bits_to_float((uint32_t)(e - 22 + 127) << 23);
+  }
+  int32_t of(float x) const { return (int32_t)((uint32_t)(int32_t)__builtin_rintf(x * inverse) << shift); }
+};
+
+// All digits but the lowest, as a number.
+static inline int32_t above_lowest(int32_t v) { return (v + 128) >> 8; }
+
+// Digits of x[0..n), -> their scale.
 static inline float split_exact(const float *x, int n, uint32_t top, int8_t *q, int64_t stride, bool two,
                                 int32_t *total) {
-  // The largest digits are 127 * 2^16 + 127 * 2^8 + 127, 1.99216 * 2^22; a larger mantissa carries into the exponent.
-  int e = (int)((top + 0x10101) >> 23) - 127;
-  e = e < -100 ? -100 : e;  // keeps 2^(22-e) finite; what is lost is below 2^-122
-  const int unit = two ? 8 : 0;
-  const float inverse = bits_to_float((uint32_t)(22 - unit - e + 127) << 23);
+  const ExactUnit unit(top, two);
   int32_t sum = 0;
   for (int i = 0; i < n; i++) {
-    const int32_t v = (int32_t)((uint32_t)(int32_t)__builtin_rintf(x[i] * inverse) << unit);
-    const int32_t v1 = (v + 128) >> 8, v2 = (v1 + 128) >> 8;
+    const int32_t v = unit.of(x[i]), v1 = above_lowest(v), v2 = above_lowest(v1);
     q[i] = (int8_t)v;
     q[stride + i] = (int8_t)v1;
     q[2 * stride + i] = (int8_t)v2;
     sum += v;
   }
   *total = sum;
-  return bits_to_float((uint32_t)(e - 22 + 127) << 23);
+  return unit.scale;
 }
 
 static inline float split_int8(const float *x, int n, uint32_t top, int8_t *q, int32_t *total) {
@@ -35,6 +48,11 @@ static inline float split_int8(const float *x, int n, uint32_t top, int8_t *q, i
   return largest * (1 / 127.0f);
 }
 
+// In every four the middle two change places.
+template <typename T> static inline void swap_columns(const T *x, int n, T *out) {
+  for (int i = 0; i < n; i += 4) out[i] = x[i], out[i + 1] = x[i + 2], out[i + 2] = x[i + 1], out[i + 3] = x[i + 3];
+}
+
 // One segment of one token as it is, or as bfloat16 parts: each part rounds what the parts before it left.
 static inline void split_parts(const float *x, const Digits &d, int block, int64_t s, int row) {
   float rest[64], sum = 0;
@@ -46,13 +64,12 @@ static inline void split_parts(const float *x, const Digits &d, int block, int64
   memcpy(rest, x, d.seg * sizeof(float));
   for (int part = 0; part < d.parts; part++)
     for (int c = 0; c < d.seg; c += BLOCK) {
-      uint16_t h[BLOCK], *out = d.part(block, (s * d.seg + c) / BLOCK, part, row);
+      uint16_t h[BLOCK];
       for (int i = 0; i < BLOCK; i++) {
         h[i] = float_to_bf16(rest[c + i]);
         rest[c + i] -= bf16_to_float(h[i]);
       }
-      for (int i = 0; i < BLOCK; i += 4)
-        out[i] = h[i], out[i + 1] = h[i + 2], out[i + 2] = h[i + 1], out[i + 3] = h[i + 3];
+      swap_columns(h, BLOCK, d.part(block, (s * d.seg + c) / BLOCK, part, row));
     }
 }
 
@@ -85,10 +102,11 @@ static inline LowSteps low_steps(const int8_t *q, int n) {
   return low;
 }
 
-// The pairs of columns whose lowest digit is not zero join those of tokens before.
+// Pairs of columns of a token whose lowest digits [n] are not zero join those of tokens before.
 static inline void add_low_pairs(const int8_t *q, int n, int token, LowPairs &low) {
-  int count = token == 0 ? 0 : low.count;
-  for (int i = 0; i < n / 2; i++) {
+  int count = token == 0 ? 0 : low.count, any = 0;
+  for (int i = 0; i < n; i++) any |= q[i];
+  for (int i = 0; any != 0 && i < n / 2; i++) {
     if (count < LowPairs::MOST) low.pairs[count] = {{q[2 * i], q[2 * i + 1]}, (uint8_t)i, (uint8_t)token};
     count += (q[2 * i] | q[2 * i + 1]) != 0;
   }
@@ -98,17 +116,21 @@ static inline void add_low_pairs(const int8_t *q, int n, int token, LowPairs &lo
 // One segment of one token as words. A largest value that is not finite leaves zeros.
 static inline float split_words(const float *x, const Digits &d, int block, int64_t s, int row, uint32_t top,
                                 int32_t *total) {
-  alignas(64) int8_t q[3][64] = {};
-  const float scale = top < 0x7f800000 ? split_exact(x, d.seg, top, q[0], 64, d.two, total) : 0;
-  int16_t *words = d.word(block, s, row);
-  int8_t *lowest = d.lowest(block, s, row);
-  for (int i = 0; i < d.seg; i++) {
-    const int at = (i & ~3) + 2 * (i & 1) + (i >> 1 & 1);
-    words[at] = (int16_t)(256 * q[2][i] + q[1][i]);
-    lowest[at] = q[0][i];
+  int16_t words[64] = {};
+  int8_t lowest[64] = {};
+  const ExactUnit unit(top, d.two);
+  int32_t sum = 0;
+  for (int i = 0; top < 0x7f800000 && i < d.seg; i++) {
+    const int32_t v = unit.of(x[i]);
+    words[i] = (int16_t)above_lowest(v);
+    lowest[i] = (int8_t)v;
+    sum += v;
   }
-  add_low_pairs(lowest, d.seg, row, d.pairs_block(block)[s]);
-  return scale;
+  *total = sum;
+  swap_columns(words, d.seg, d.word(block, s, row));
+  swap_columns(lowest, d.seg, d.lowest(block, s, row));
+  add_low_pairs(d.lowest(block, s, row), d.seg, row, d.pairs_block(block)[s]);
+  return unit.scale;
 }
 
 // One segment of one token. A NaN or infinite value makes the scale NaN, and with it every result of the token.

@@ -3,9 +3,9 @@
 // as there are registers for sums of them multiply it. They are the integers, and make the bits of results, that rows.h makes
 // of digits.
 
-constexpr int MOST_WORDS = 4;      // tokens: with more the sums of a band alone are faster, all of it is not
+constexpr int MOST_WORDS = 6;      // tokens that registers have room for sums of
 constexpr int MANY_WORDS = 12;     // tokens from which on codes of up to 4 bits are faster than as bytes (short_many.h)
-constexpr int WORDS_A_PASS = 128;  // tokens: decoding into 16 bits costs more than what a cache keeps
+constexpr int WORDS_A_PASS = 128;  // tokens: more than others have, as codes of 16 bits take longer to decode
 constexpr float LOWEST = 1 / 256.0f;  // the scale of lowest digits, in that of words
 
 struct WordSegment {

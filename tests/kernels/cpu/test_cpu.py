@@ -86,14 +86,14 @@ def test_nothing_of_a_bfloat16_number_is_lost(tier: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("share", [0.03, 0.08, 0.3])
-@pytest.mark.parametrize("tokens", [4, 7, 67])
+@pytest.mark.parametrize("tokens", [4, 7, 17, 67])
 def test_nor_of_small_ones_beside_large_ones(tier: str, tokens: int, share: float) -> None:
     """They have lowest digits, in a few columns or in many; weights of the large ones are zero, so that this is seen."""
     some = torch.rand(tokens, 384, generator=torch.Generator().manual_seed(3)) < share
     x = torch.where(some, _x(tokens, 384) * 2**-11, 0.0)
     x[:, ::32] = 1.5
-    for fmt in ("int8-g64-sym", "int8-g32-sym", "int8-g96-sym"):
-        assert _linear_error(packed_weight(64, 384, fmt, zeros=32), x.bfloat16()) < ROUNDED[torch.bfloat16]
+    for fmt in ("int8-g64-sym", "int8-g32-sym", "int8-g96-sym", "int4-g64-sym", "int3-g32-sym"):
+        assert _linear_error(packed_weight(80, 384, fmt, zeros=32), x.bfloat16()) < ROUNDED[torch.bfloat16]
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 7])
