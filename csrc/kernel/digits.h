@@ -19,7 +19,7 @@ struct ExactUnit {
 // All digits but the lowest, as a number.
 static inline int32_t above_lowest(int32_t v) { return (v + 128) >> 8; }
 
-// Digits of x[0..n), -> their scale.
+// Digits of x[0..n) -> their scale.
 static inline float split_exact(const float *x, int n, uint32_t top, int8_t *q, int64_t stride, bool two,
                                 int32_t *total) {
   const ExactUnit unit(top, two);
