@@ -113,7 +113,9 @@ static inline void add_low_pairs(const int8_t *q, int n, int token, LowPairs &lo
   low.count = (int16_t)count;
 }
 
-// One segment of one token as words. A largest value that is not finite leaves zeros.
+constexpr float LOWEST = 1 / 256.0f;  // the scale of lowest digits, in that of words
+
+// One segment of one token as words, -> the scale of these. A largest value that is not finite leaves zeros.
 static inline float split_words(const float *x, const Digits &d, int block, int64_t s, int row, uint32_t top,
                                 int32_t *total) {
   int16_t words[64] = {};
@@ -130,7 +132,7 @@ static inline float split_words(const float *x, const Digits &d, int block, int6
   swap_columns(words, d.seg, d.word(block, s, row));
   swap_columns(lowest, d.seg, d.lowest(block, s, row));
   add_low_pairs(d.lowest(block, s, row), d.seg, row, d.pairs_block(block)[s]);
-  return unit.scale;
+  return unit.scale / LOWEST;
 }
 
 // One segment of one token. A NaN or infinite value makes the scale NaN, and with it every result of the token.
@@ -154,8 +156,8 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
   } else {
     for (int i = 0; i < d.digits; i++) memset(q + i * stride, 0, n);
   }
-  d.scale_block(block)[at] = finite ? (d.words ? 256 * scale : scale) : bits_to_float(0x7fc00000);
-  d.sum_block(block)[at] = finite ? scale * (float)total : bits_to_float(0x7fc00000);
+  d.scale_block(block)[at] = finite ? scale : bits_to_float(0x7fc00000);
+  d.sum_block(block)[at] = finite ? (d.words ? scale * LOWEST : scale) * (float)total : bits_to_float(0x7fc00000);
   if (d.words) return;
   if (Isa::SHORT_RUNS && d.low) d.low_block(block)[at] = low_steps(q, n);
   if (!Isa::GROUP_SUMS) return;

@@ -86,7 +86,7 @@ static void restore(const Digits &x, int token, float *out) {
       const int8_t *lowest = x.lowest(block, s, row);
       for (int i = 0; i < x.seg; i++) {
         const int at = i / 4 * 4 + ORDER[i % 4];
-        out[s * x.seg + i] = scale * (float)(256 * word[at] + lowest[at]);
+        out[s * x.seg + i] = scale * LOWEST * (float)(256 * word[at] + lowest[at]);
       }
       continue;
     }

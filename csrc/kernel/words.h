@@ -6,7 +6,6 @@
 constexpr int MOST_WORDS = 6;      // tokens that registers have room for sums of
 constexpr int MANY_WORDS = 12;     // tokens from which on codes of up to 4 bits are faster than as bytes (short_many.h)
 constexpr int WORDS_A_PASS = 128;  // tokens: more than others have, as codes of 16 bits take longer to decode
-constexpr float LOWEST = 1 / 256.0f;  // the scale of lowest digits, in that of words
 
 struct WordSegment {
   alignas(64) uint8_t codes[64 * ROWS * lines(Form::WORDS)];
