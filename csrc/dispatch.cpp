@@ -77,7 +77,11 @@ int choices(Choice *out) {
                           {"f16c", bit(c.ecx1, 29)},
                           {"bmi2", bit(c.ebx7, 8)},
                           {"256-bit registers saved by the system", c.saves(0x6)}};
+#ifdef TRILOBITE_EVEX
+  const Feature avx_vnni[] = {{"avx512vl", bit(c.ebx7, 31)}, {"avx512_vnni", bit(c.ecx7, 11)}};
+#else
   const Feature avx_vnni[] = {{"avx_vnni", bit(c.eax7, 4)}};
+#endif
   const Feature avx512[] = {{"avx512f", bit(c.ebx7, 16)},
                             {"avx512dq", bit(c.ebx7, 17)},
                             {"avx512bw", bit(c.ebx7, 30)},

@@ -1,6 +1,11 @@
 // AVX2: a register of the layout is two ymm, rows 0-7 and rows 8-15. Byte products go through int16 pairs, or with VNNI
 // where the translation unit is compiled for it.
 #define UNROLL _Pragma("GCC unroll 8")
+#ifdef TRILOBITE_EVEX
+#define TRILOBITE_ENCODING "%{evex%} "  // of VNNI's instructions: AVX-512's
+#else
+#define TRILOBITE_ENCODING "%{vex%} "
+#endif
 struct Isa {
   static constexpr int LANES = 8;  // floats in a register
   static constexpr int TOKENS_AT_ONCE = 2;
@@ -9,13 +14,16 @@ struct Isa {
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__
-  static constexpr bool SHORT_RUNS = false, GROUP_SUMS = false, WORDS = false;
+  static constexpr bool SHORT_RUNS = false, GROUP_SUMS = false;
+  // words.h: tokens from which on codes of up to 4 bits, and bytes, are multiplied so (0: never).
+  static constexpr int WORDS = 3, WORDS_OF_BYTES = 3;
   static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache, or with 2 the second
   static constexpr int MANY = 3;
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr Form FORM = Form::BYTES;
 #else
-  static constexpr bool SHORT_RUNS = true, GROUP_SUMS = true, WORDS = true;  // short.h, group_sums.h, words.h
+  static constexpr bool SHORT_RUNS = true, GROUP_SUMS = true;  // short.h, group_sums.h
+  static constexpr int WORDS = 12, WORDS_OF_BYTES = 4;
   static constexpr int LOCALITY = 2;
   static constexpr int MANY = 4;
   static constexpr int STEPS = 4;
@@ -108,6 +116,14 @@ struct Isa {
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
   }
+  // Two 16-bit numbers, for every lane.
+  static Bytes two(int32_t both) { return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)}; }
+  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers.
+  static Bytes two_of(Bytes v, int j) {
+    const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.pairs[j]);
+    return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
+  }
+#endif
   // For words.h. Bytes J and J + 2 of each lane as 16-bit numbers, with a sign or without.
   template <int J, bool SIGNS> static Bytes words(Bytes v) {
     const auto half = [](__m256i x) {
@@ -119,18 +135,15 @@ struct Isa {
   // sum[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_words(Bytes x, __m256i y) { return {_mm256_madd_epi16(x.a, y), _mm256_madd_epi16(x.b, y)}; }
   static void add_words(Ints &sum, Bytes x, __m256i y) {
+#ifdef __AVXVNNI__
+    __asm__(TRILOBITE_ENCODING "vpdpwssd %2, %1, %0" : "+x"(sum.a) : "x"(x.a), "x"(y));
+    __asm__(TRILOBITE_ENCODING "vpdpwssd %2, %1, %0" : "+x"(sum.b) : "x"(x.b), "x"(y));
+#else
     const Ints p = dot_words(x, y);
     __asm__("vpaddd %1, %0, %0" : "+x"(sum.a) : "x"(p.a));
     __asm__("vpaddd %1, %0, %0" : "+x"(sum.b) : "x"(p.b));
-  }
-  // Two 16-bit numbers, for every lane.
-  static Bytes two(int32_t both) { return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)}; }
-  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers.
-  static Bytes two_of(Bytes v, int j) {
-    const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.pairs[j]);
-    return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
-  }
 #endif
+  }
   // acc[row] += sum of 4 codes of the row times 4 digits.
   template <int BITS> static Ints dot(Ints acc, Bytes c, __m256i v) {
     return {dot1<BITS>(acc.a, c.a, v), dot1<BITS>(acc.b, c.b, v)};
@@ -196,7 +209,7 @@ struct Isa {
   template <int BITS> static __m256i dot1(__m256i acc, __m256i c, __m256i x) {
 #ifdef __AVXVNNI__
     // GCC 12 copies and spills the sums around its own intrinsic.
-    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(c), "x"(x));
+    __asm__(TRILOBITE_ENCODING "vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(c), "x"(x));
     return acc;
 #else
     if (BITS < 8) return _mm256_add_epi32(acc, pairs(c, x));

@@ -9,12 +9,15 @@ struct Isa {
   static constexpr int STEPS = 8;   // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 4;
   static constexpr bool MATRICES = false;
-  static constexpr bool SHORT_RUNS = false, WORDS = false;
 #ifdef __AVX512VNNI__
-  static constexpr bool GROUP_SUMS = true;  // group_sums.h
+  static constexpr bool SHORT_RUNS = false;
+  // words.h: tokens from which on codes of up to 4 bits, and bytes, are multiplied so (0: never).
+  static constexpr int WORDS = 6, WORDS_OF_BYTES = 6;
 #else
-  static constexpr bool GROUP_SUMS = false;
+  static constexpr bool SHORT_RUNS = true;  // short.h
+  static constexpr int WORDS = 3, WORDS_OF_BYTES = 2;
 #endif
+  static constexpr bool GROUP_SUMS = true;  // group_sums.h
   // Bands that one token reads at a time, each a stream of its own, and the cache that these are prefetched into (3 the
   // first level, 2 the second): Zen 4 and 5 want fewer than others, and their first level waits for too few lines.
 #ifdef TRILOBITE_ZEN
@@ -92,16 +95,11 @@ struct Isa {
     return acc;
   }
   static Ints dot_counts(Ints acc, Bytes c, Near v) { return dot<8>(acc, c, v); }
-  // For group_sums.h. acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
+  // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(y));
     return acc;
   }
-  // Two 16-bit numbers, for every lane.
-  static Bytes two(int32_t both) { return _mm512_set1_epi32(both); }
-  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers; or byte j as the lower one, above which is zero.
-  static Bytes two_of(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.pairs[j])); }
-  static Bytes one_of(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.ones[j])); }
 #else
   static Bytes quad_once(const int8_t *x) { return quad(x); }
   // Codes of up to 4 bits: 8 sums of two products, of at most 2 * 15 * 128, fit int16.
@@ -111,7 +109,35 @@ struct Isa {
     UNROLL for (int i = 1; i < STEPS; i++) s = _mm512_add_epi16(s, _mm512_maddubs_epi16(c[i], quad(x + 4 * i)));
     return _mm512_add_epi32(acc, _mm512_madd_epi16(s, _mm512_set1_epi16(1)));
   }
+  // For short.h. Of 2 x 2 products of codes and digits sums of two, in 16 bits; of what two such registers hold the sums.
+  static Bytes short_dot(Bytes c, Bytes v) { return _mm512_maddubs_epi16(c, v); }
+  static void add_short_dot(Bytes &sum, Bytes c, Bytes v) {
+    // GCC 12 would make the products of many steps first and add them up from the stack.
+    __asm__("vpaddw %1, %0, %0" : "+v"(sum) : "v"(short_dot(c, v)));
+  }
+  static Bytes add_shorts(Bytes x, Bytes y) { return _mm512_add_epi16(x, y); }
+  // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
+  static Ints dot_shorts(Ints acc, Bytes x, Bytes y) { return _mm512_add_epi32(acc, _mm512_madd_epi16(x, y)); }
 #endif
+  // For group_sums.h. Two 16-bit numbers, for every lane.
+  static Bytes two(int32_t both) { return _mm512_set1_epi32(both); }
+  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers; or byte j as the lower one, above which is zero.
+  static Bytes two_of(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.pairs[j])); }
+  static Bytes one_of(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.ones[j])); }
+  // For words.h. Bytes J and J + 2 of each lane as 16-bit numbers, with a sign or without.
+  template <int J, bool SIGNS> static Bytes words(Bytes v) {
+    if (SIGNS) return _mm512_srai_epi16(J ? v : _mm512_slli_epi16(v, 8), 8);
+    return J ? _mm512_srli_epi16(v, 8) : _mm512_and_si512(v, _mm512_set1_epi16(255));
+  }
+  // sum[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
+  static Ints dot_words(Bytes x, Bytes y) { return _mm512_madd_epi16(x, y); }
+  static void add_words(Ints &sum, Bytes x, Bytes y) {
+#ifdef __AVX512VNNI__
+    sum = dot_shorts(sum, x, y);
+#else
+    __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(dot_words(x, y)));
+#endif
+  }
   // acc[row] += sum of 4 codes of the row times 4 digits.
   template <int BITS> static Ints dot(Ints acc, Bytes c, Bytes v) {
 #ifdef __AVX512VNNI__

@@ -5,7 +5,8 @@ struct Isa {
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 1;
   static constexpr bool MATRICES = false;
-  static constexpr bool SHORT_RUNS = false, GROUP_SUMS = false, WORDS = false;
+  static constexpr bool SHORT_RUNS = false, GROUP_SUMS = false;
+  static constexpr int WORDS = 0, WORDS_OF_BYTES = 0;
   static constexpr int STREAMS = 1;   // bands that one token reads at a time
   static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.

@@ -158,7 +158,7 @@ template <int D>
 }
 
 static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld, void *) {
-  if constexpr (Isa::WORDS)
+  if constexpr (Isa::WORDS > 0)
     if (x.words) return rows_words<>(m, band, bands, x, out, ld);
   if constexpr (Isa::FORM != Form::BYTES)
     if (x.parts) return all_bands_many<0, 0>(m, band, bands, x, out, ld);
@@ -173,12 +173,11 @@ static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits 
 }
 
 [[maybe_unused]] static int parts_vectors(const Activations &a) {
-  const bool short_codes = Isa::SHORT_RUNS && !a.bytes;
-  if (a.count < (short_codes ? MANY_WORDS : Isa::MANY) || a.digits == TRILOBITE_INT8) return 0;
+  if (a.digits == TRILOBITE_INT8) return 0;
+  const bool bf16 = a.dtype == TRILOBITE_BF16, many = a.count >= Isa::MANY;
+  if (Isa::FORM == Form::PAIRS && many && bf16 && !a.computed) return 1;
   // Others have lowest digits in most columns.
-  if (Isa::WORDS && (a.two() || a.dtype == TRILOBITE_BF16)) return WORDS;
-  if (short_codes) return 0;
-  if (Isa::FORM == Form::SINGLES) return WHOLE;
-  // Two products of bfloat16 numbers cost more than three of bytes.
-  return Isa::FORM == Form::PAIRS && a.dtype == TRILOBITE_BF16 && !a.computed;
+  const int words = a.bytes ? Isa::WORDS_OF_BYTES : Isa::WORDS;
+  if (words && a.count >= words && (bf16 || a.two())) return WORDS;
+  return Isa::FORM == Form::SINGLES && many && (a.bytes || !Isa::SHORT_RUNS) ? WHOLE : 0;
 }

@@ -61,18 +61,34 @@ template <typename V = Isa> static int64_t spin_shorts(int64_t rounds, int digit
   int8_t x[4 * CHAINS];
   memset(x, 3, sizeof x);
   Isa::Ints a[CHAINS];
-  UNROLL for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
+  _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
   for (int64_t r = 0; r < rounds; r += CHAINS * STEPS) {
     Isa::Bytes run[CHAINS];
-    UNROLL for (int i = 0; i < CHAINS; i++) run[i] = Isa::bytes(0);
+    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) run[i] = Isa::bytes(0);
     for (int step = 0; step < STEPS; step++)
-      UNROLL for (int i = 0; i < CHAINS; i++) V::add_short_dot(run[i], codes, Isa::quad(x + 4 * i));
-    UNROLL for (int i = 0; i < CHAINS; i++) a[i] = V::dot_shorts(a[i], run[i], Isa::factor(1));
+      _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) V::add_short_dot(run[i], codes, Isa::quad(x + 4 * i));
+    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = V::dot_shorts(a[i], run[i], Isa::factor(1));
     hide(x);
   }
   read_sums(a);
   const int64_t all = CHAINS * STEPS;
   return (rounds + all - 1) / all * all * 64 / (digits == TRILOBITE_EXACT ? 2 : digits);
+}
+
+template <typename V = Isa> static int64_t spin_words(int64_t rounds) {
+  Isa::Bytes codes[LINES];
+  for (Isa::Bytes &line : codes) line = some_codes();
+  int8_t x[4 * CHAINS / LINES];
+  memset(x, 3, sizeof x);
+  Isa::Ints a[CHAINS];
+  _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
+  for (int64_t r = 0; r < rounds; r += CHAINS) {
+    hide(x);
+    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++)
+        V::add_words(a[i], codes[i % LINES], Isa::quad(x + i / LINES * 4));
+  }
+  read_sums(a);
+  return rounds / CHAINS * CHAINS * 64 / lines(Form::WORDS);
 }
 
 template <Form FORM, typename V = Isa> static int64_t spin_parts(int64_t rounds) {
@@ -97,7 +113,9 @@ template <Form FORM, typename V = Isa> static int64_t spin_parts(int64_t rounds)
 
 [[maybe_unused]] static int64_t spin(int64_t rounds, int digits) {
   if constexpr (Isa::SHORT_RUNS) return spin_shorts(rounds, digits);
-  if constexpr (Isa::FORM != Form::BYTES)
+  if constexpr (Isa::FORM == Form::PAIRS)
     if (digits == TRILOBITE_EXACT) return spin_parts<Isa::FORM>(rounds);
+  if constexpr (Isa::WORDS > 0)
+    if (digits == TRILOBITE_EXACT) return spin_words(rounds);
   return spin_dots(rounds, digits);
 }

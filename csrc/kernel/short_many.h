@@ -139,7 +139,7 @@ static void short_band(const Matrix &m, int64_t band, const Digits &x, float *ou
         const ShortTokens all{x.q_block(block) + first * D * SEG,     rows * SEG,
                               x.scale_block(block) + first,           x.sum_block(block) + first,
                               x.sums_block(block) + first * D * SUMS, D == 1 ? nullptr : x.low_block(block) + first};
-        in_runs<Isa::SUMS / (D == 1 ? 1 : D - 1)>(rows, [&](auto count, int t) {
+        in_runs<MOST_SUMS / (D == 1 ? 1 : D - 1)>(rows, [&](auto count, int t) {
           multiply_short<KIND, D, decltype(count)::VALUE, SEG>(p, all.from(t, D, SEG), sums.of(block) + t * ROWS);
         });
       }

@@ -3,8 +3,6 @@
 // as there are registers for sums of them multiply it. They are the integers, and make the bits of results, that rows.h makes
 // of digits.
 
-constexpr int MOST_WORDS = 6;      // tokens that registers have room for sums of
-constexpr int MANY_WORDS = 12;     // tokens from which on codes of up to 4 bits are faster than as bytes (short_many.h)
 constexpr int WORDS_A_PASS = 128;  // tokens: more than others have, as codes of 16 bits take longer to decode
 
 struct WordSegment {
@@ -12,13 +10,17 @@ struct WordSegment {
   Affine w;
 };
 
-// Sums of the words of NT tokens. V: not every Isa has them.
-template <int NT, int SEG, typename V = Isa>
-static inline void sum_words(const WordSegment &p, const int16_t *q, Isa::Ints a[NT]) {
-  UNROLL for (int t = 0; t < NT; t++) a[t] = Isa::zero();
+// Sums of WIDE bands of the words of NT tokens. V: not every Isa has them.
+template <int NT, int WIDE, int SEG, typename V = Isa>
+static inline void sum_words(const WordSegment *p, const int16_t *q, Isa::Ints a[WIDE][NT]) {
+  UNROLL for (int n = 0; n < WIDE; n++) UNROLL for (int t = 0; t < NT; t++) a[n][t] = Isa::zero();
   for (int c = 0; c < SEG; c += HALF) UNROLL for (int i = 0; i < HALF; i += 2) {
-      const Isa::Bytes line = Isa::load(p.codes + (c + i) * ROWS * 2);
-      UNROLL for (int t = 0; t < NT; t++) V::add_words(a[t], line, Isa::quad((const int8_t *)(q + t * SEG + c + i)));
+      Isa::Bytes lines[WIDE];
+      UNROLL for (int n = 0; n < WIDE; n++) lines[n] = Isa::load(p[n].codes + (c + i) * ROWS * 2);
+      UNROLL for (int t = 0; t < NT; t++) {
+        const auto two = Isa::quad((const int8_t *)(q + t * SEG + c + i));
+        UNROLL for (int n = 0; n < WIDE; n++) V::add_words(a[n][t], lines[n], two);
+      }
     }
 }
 
@@ -58,9 +60,9 @@ __attribute__((noinline)) static void add_all(const WordSegment p[NB], const int
     int16_t q[SEG];
     for (int i = 0; i < SEG; i++) q[i] = lowest[t * SEG + i];
     for (int n = 0; n < NB; n++) {
-      Isa::Ints a[1];
-      sum_words<1, SEG>(p[n], q, a);
-      Isa::store(sums.of[t][n], Isa::mul(Isa::to_float(a[0]), Isa::set1(scale[t] * LOWEST)));
+      Isa::Ints a[1][1];
+      sum_words<1, 1, SEG>(p + n, q, a);
+      Isa::store(sums.of[t][n], Isa::mul(Isa::to_float(a[0][0]), Isa::set1(scale[t] * LOWEST)));
     }
   }
 }
@@ -71,14 +73,17 @@ __attribute__((noinline)) static void multiply_words(const WordSegment p[NB], co
                                                      const float *sum, const float *low, int64_t next, float *out) {
   // Other blocks are far from here.
   UNROLL for (int i = 0; i < NT * SEG; i += 32) __builtin_prefetch(q + next + i, 0, 3);
-  for (int n = 0; n < NB; n++) {
-    Isa::Ints a[NT];
-    sum_words<NT, SEG>(p[n], q, a);
-    const Affine w = p[n].w;
-    UNROLL for (int t = 0; t < NT; t++) {
-      const int at = (t * NB + n) * ROWS;
-      const Isa::Floats dot = Isa::fma(Isa::to_float(a[t]), Isa::set1(scale[t]), Isa::load(low + at));
-      add_product(w, dot, sum[t], out + at);
+  constexpr int WIDE = NB < Isa::BANDS_AT_ONCE ? NB : Isa::BANDS_AT_ONCE;
+  for (int first = 0; first < NB; first += WIDE) {
+    Isa::Ints a[WIDE][NT];
+    sum_words<NT, WIDE, SEG>(p + first, q, a);
+    UNROLL for (int n = 0; n < WIDE; n++) {
+      const Affine w = p[first + n].w;
+      UNROLL for (int t = 0; t < NT; t++) {
+        const int at = (t * NB + first + n) * ROWS;
+        const Isa::Floats dot = Isa::fma(Isa::to_float(a[n][t]), Isa::set1(scale[t]), Isa::load(low + at));
+        add_product(w, dot, sum[t], out + at);
+      }
     }
   }
 }
@@ -106,7 +111,7 @@ static void word_bands(const Matrix &m, int64_t band, const Digits &x, float *ou
         __builtin_prefetch(&low + 1, 0, 3);
         if (low.count > LowPairs::MOST) add_all<NB, SEG>(p, x.lowest(block, s, 0), scale, rows, lows);
         else add_listed<NB>(p, low, scale, lows);
-        in_runs<MOST_WORDS>(rows, [&](auto count, int t) {
+        in_runs<MOST_SUMS>(rows, [&](auto count, int t) {
           multiply_words<decltype(count)::VALUE, NB, SEG>(p, x.word(block, s, t), scale + t, sum + t, lows.of[t][0],
                                                           next, sums.of(block) + t * NB * ROWS);
         });
