@@ -17,6 +17,8 @@ namespace {  // every tier has its own copy, compiled with its own flags
 #include "kernel/group_sums.h"
 #include "kernel/rows.h"
 #include "kernel/panel.h"
+#include "kernel/pass.h"
+#include "kernel/short.h"
 #include "kernel/amx.h"
 constexpr auto rows_tier = rows_amx;
 #include "kernel/low_rank.h"

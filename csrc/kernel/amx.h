@@ -145,6 +145,7 @@ static void rows_amx(const Matrix &m, int64_t band, int bands, const Digits &x, 
   if (x.seg < BLOCK) return rows_few(m, band, bands, x, out, ld);  // a quarter of a tile's depth
   auto *p = (Panel *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
   if (fit_tile(x)) return rows_amx_few(m, band, bands, x, out, ld, (Ring *)p);
+  if (rows_short(m, band, bands, x, out, ld)) return;
   if (x.parts == 0 && x.count <= 2) return rows_few(m, band, bands, x, out, ld);
   const bool bf16 = x.parts > 0;
   constexpr int BLOCKS = TOKENS_A_PANEL / TOKENS;

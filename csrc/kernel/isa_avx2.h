@@ -9,12 +9,13 @@
 struct Isa {
   static constexpr int LANES = 8;  // floats in a register
   static constexpr int TOKENS_AT_ONCE = 2;
-  static constexpr int STREAMS = 1;        // bands that one token reads at a time
-  static constexpr bool MATRICES = false;  // products of two rows and two tokens (isa_neon.h)
+  static constexpr int STREAMS = 1;                      // bands that one token reads at a time
+  static constexpr int SHORT_EXACT = 2, SHORT_INT8 = 4;  // tokens that short.h multiplies
+  static constexpr bool MATRICES = false;                // products of two rows and two tokens (isa_neon.h)
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__
-  static constexpr bool SHORT_RUNS = false, GROUP_SUMS = false;
+  static constexpr bool SHORT_FEW = true, SHORT_RUNS = false;  // short.h; short_many.h
   // words.h: tokens from which on codes of up to 4 bits, and bytes, are multiplied so (0: never).
   static constexpr int WORDS = 3, WORDS_OF_BYTES = 3;
   static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache, or with 2 the second
@@ -22,7 +23,7 @@ struct Isa {
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr Form FORM = Form::BYTES;
 #else
-  static constexpr bool SHORT_RUNS = true, GROUP_SUMS = true;  // short.h, group_sums.h
+  static constexpr bool SHORT_FEW = true, SHORT_RUNS = true;  // short.h; short_many.h
   static constexpr int WORDS = 12, WORDS_OF_BYTES = 4;
   static constexpr int LOCALITY = 2;
   static constexpr int MANY = 4;
@@ -87,6 +88,22 @@ struct Isa {
   static __m256i quad_once(const int8_t *x) { return quad(x); }
 #ifdef __AVXVNNI__
   static constexpr bool SHORT_SUMS = false;
+  // For short.h.
+  using Run = Ints;
+  static Run no_run() { return zero(); }
+  static Run first_of_run(Bytes c, __m256i v) { return dot<8>(zero(), c, v); }
+  static void add_to_run(Run &run, Bytes c, __m256i v) { run = dot<8>(run, c, v); }
+  static Ints end_run(Ints acc, Run run) { return {_mm256_add_epi32(acc.a, run.a), _mm256_add_epi32(acc.b, run.b)}; }
+  // Times byte j of each lane; the sum fits 16 bits.
+  static Ints end_run(Ints acc, Run run, Bytes scale, int j) {
+    return dot_shorts(acc, {run.a, run.b}, one_of(scale, j));
+  }
+  // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
+  static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
+    __asm__(TRILOBITE_ENCODING "vpdpwssd %2, %1, %0" : "+x"(acc.a) : "x"(x.a), "x"(y.a));
+    __asm__(TRILOBITE_ENCODING "vpdpwssd %2, %1, %0" : "+x"(acc.b) : "x"(x.b), "x"(y.b));
+    return acc;
+  }
 #else
   // Codes of up to 4 bits: 8 sums of two products, of at most 2 * 15 * 128, fit int16.
   static constexpr bool SHORT_SUMS = true;
@@ -112,18 +129,28 @@ struct Isa {
     __asm__("vpaddw %1, %0, %0" : "+x"(sum.a) : "x"(p.a));
     __asm__("vpaddw %1, %0, %0" : "+x"(sum.b) : "x"(p.b));
   }
+  using Run = Bytes;
+  static Run no_run() { return bytes(0); }
+  static Run first_of_run(Bytes c, __m256i v) { return short_dot(c, v); }
+  static void add_to_run(Run &run, Bytes c, __m256i v) { add_short_dot(run, c, v); }
+  static Ints end_run(Ints acc, Run run) { return dot_shorts(acc, run, factor(1)); }
+  static Ints end_run(Ints acc, Run run, Bytes scale, int j) { return dot_shorts(acc, run, factor(scale, j)); }
   // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
   }
-  // Two 16-bit numbers, for every lane.
+#endif
+  // For group_sums.h. Two 16-bit numbers, for every lane.
   static Bytes two(int32_t both) { return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)}; }
-  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers.
+  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers; or byte j as the lower one, above which is zero.
   static Bytes two_of(Bytes v, int j) {
     const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.pairs[j]);
     return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
   }
-#endif
+  static Bytes one_of(Bytes v, int j) {
+    const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.ones[j]);
+    return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
+  }
   // For words.h. Bytes J and J + 2 of each lane as 16-bit numbers, with a sign or without.
   template <int J, bool SIGNS> static Bytes words(Bytes v) {
     const auto half = [](__m256i x) {

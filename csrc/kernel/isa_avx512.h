@@ -10,14 +10,18 @@ struct Isa {
   static constexpr int TOKENS_AT_ONCE = 4;
   static constexpr bool MATRICES = false;
 #ifdef __AVX512VNNI__
-  static constexpr bool SHORT_RUNS = false;
+  static constexpr bool SHORT_FEW = true, SHORT_RUNS = false;  // short.h; short_many.h
   // words.h: tokens from which on codes of up to 4 bits, and bytes, are multiplied so (0: never).
-  static constexpr int WORDS = 6, WORDS_OF_BYTES = 6;
+  static constexpr int WORDS = 5, WORDS_OF_BYTES = 5;
 #else
-  static constexpr bool SHORT_RUNS = true;  // short.h
+  static constexpr bool SHORT_FEW = true, SHORT_RUNS = true;  // short.h; short_many.h
   static constexpr int WORDS = 3, WORDS_OF_BYTES = 2;
 #endif
-  static constexpr bool GROUP_SUMS = true;  // group_sums.h
+#ifdef __AMX_INT8__
+  static constexpr int SHORT_EXACT = 1, SHORT_INT8 = 2;  // tokens that short.h multiplies
+#else
+  static constexpr int SHORT_EXACT = 4, SHORT_INT8 = 6;
+#endif
   // Bands that one token reads at a time, each a stream of its own, and the cache that these are prefetched into (3 the
   // first level, 2 the second): Zen 4 and 5 want fewer than others, and their first level waits for too few lines.
 #ifdef TRILOBITE_ZEN
@@ -28,10 +32,10 @@ struct Isa {
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 4, SUMS = 24;
 #if defined(__AVX512BF16__)
-  static constexpr int MANY = 6;
+  static constexpr int MANY = 5;
   static constexpr Form FORM = Form::PAIRS;
 #elif defined(__AVX512VNNI__)
-  static constexpr int MANY = 6;
+  static constexpr int MANY = 5;
   static constexpr Form FORM = Form::BYTES;
 #else
   static constexpr int MANY = 7;
@@ -95,6 +99,14 @@ struct Isa {
     return acc;
   }
   static Ints dot_counts(Ints acc, Bytes c, Near v) { return dot<8>(acc, c, v); }
+  // For short.h.
+  using Run = Ints;
+  static Run no_run() { return zero(); }
+  static Run first_of_run(Bytes c, Near v) { return dot<8>(zero(), c, v); }
+  static void add_to_run(Run &run, Bytes c, Near v) { run = dot<8>(run, c, v); }
+  static Ints end_run(Ints acc, Run run) { return _mm512_add_epi32(acc, run); }
+  // Times byte j of each lane; the sum fits 16 bits.
+  static Ints end_run(Ints acc, Run run, Bytes scale, int j) { return dot_shorts(acc, run, one_of(scale, j)); }
   // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(y));
@@ -116,6 +128,12 @@ struct Isa {
     __asm__("vpaddw %1, %0, %0" : "+v"(sum) : "v"(short_dot(c, v)));
   }
   static Bytes add_shorts(Bytes x, Bytes y) { return _mm512_add_epi16(x, y); }
+  using Run = Bytes;
+  static Run no_run() { return bytes(0); }
+  static Run first_of_run(Bytes c, Bytes v) { return short_dot(c, v); }
+  static void add_to_run(Run &run, Bytes c, Bytes v) { add_short_dot(run, c, v); }
+  static Ints end_run(Ints acc, Run run) { return dot_shorts(acc, run, factor(1)); }
+  static Ints end_run(Ints acc, Run run, Bytes scale, int j) { return dot_shorts(acc, run, factor(scale, j)); }
   // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) { return _mm512_add_epi32(acc, _mm512_madd_epi16(x, y)); }
 #endif

@@ -1,6 +1,6 @@
 // Many tokens (many.h, short_many.h): how they are cut into passes, and into runs that registers have room for.
 
-constexpr int PANEL_NEAR = 1024;  // bytes ahead that a panel is prefetched (panel.h)
+constexpr int PANEL_NEAR = 1024;                           // bytes ahead that a panel is prefetched (panel.h)
 constexpr int MOST_SUMS = Isa::SUMS / Isa::BANDS_AT_ONCE;  // that registers have room for, of each band
 // Tokens that share what was decoded: they and their results stay in the first-level cache.
 constexpr int TOKENS_A_PASS = 64;

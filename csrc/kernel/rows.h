@@ -74,46 +74,16 @@ static inline void multiply_block(const Matrix &m, Isa::Ints a[NB][NT][D], const
     multiply_block<BITS, D, NT, NB, FROM + STEPS, TO>(m, a, codes, stride, sub, at, q + 4 * STEPS, digit, seg);
 }
 
-// Likewise steps [FROM, TO) of one group: codes as they are, in sums of 16
-// bits, which its scale multiplies (group_sums.h).
-template <int BITS, int D, int NT, int NB, int FROM, int TO, typename V = Isa>
-static inline void multiply_group(const Matrix &m, Isa::Ints a[NB][NT][D], const uint8_t *codes, int64_t stride,
-                                  const Sub *sub, int at, const int8_t *q, int64_t digit, int seg) {
-  static_assert(4 * (TO - FROM) * ((1 << (BITS - SUPER)) - 1) * 128 < 1 << 15, "16 bits");
-  Isa::Ints sums[NB][NT][D];
-  UNROLL for (int n = 0; n < NB; n++) UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
-      sums[n][t][d] = Isa::zero();
-  multiply_block<BITS - SUPER, D, NT, NB, FROM, TO>(m, sums, codes, stride, nullptr, at, q, digit, seg);
-  UNROLL for (int n = 0; n < NB; n++) {
-    const Isa::Bytes scale = V::one_of(sub[n].scale, (at + 4 * FROM) / m.sub);
-    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[n][t][d] =
-        V::dot_shorts(a[n][t][d], sums[n][t][d], scale);
-  }
-}
-
-// A block of NB bands, its groups in turn.
-template <int BITS, int D, int NT, int NB>
-static inline void multiply_groups(const Matrix &m, Isa::Ints a[NB][NT][D], const uint8_t *codes, int64_t stride,
-                                   const Sub *sub, int at, const int8_t *q, int64_t digit, int seg) {
-  if constexpr (BITS < SUPER + 4)
-    if (m.sub == BLOCK) return multiply_group<BITS, D, NT, NB, 0, 8>(m, a, codes, stride, sub, at, q, digit, seg);
-  multiply_group<BITS, D, NT, NB, 0, 4>(m, a, codes, stride, sub, at, q, digit, seg);
-  multiply_group<BITS, D, NT, NB, 4, 8>(m, a, codes, stride, sub, at, q + 16, digit, seg);
-}
-
 // NB bands at a time share what is loaded of the activations; each is a stream
 // of its own. STEPS of four columns are a block, or half of one, where segments
 // are as short or registers few.
 template <int BITS, int D, int NT, int NB, int STEPS>
 static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int block, int first, float *out, int64_t ld) {
   constexpr int FAR = PREFETCH / NB;
-  // Registers hold twelve sums and those of a group beside them.
-  constexpr bool GROUPS = has_sub(BITS) && Isa::GROUP_SUMS && STEPS == 8 && NB * NT * D <= 6;
   const int rows = x.rows(block), seg = x.seg, per_group = m.group / seg;
   const int64_t digit = (int64_t)rows * seg, stride = m.groups * m.tile_bytes;
   const int8_t *q = x.q_block(block) + (int64_t)first * seg;
   const float *scale = x.scale_block(block) + first, *sum = x.sum_block(block) + first;
-  [[maybe_unused]] const int16_t *sums = x.sums_block(block) + (int64_t)first * D * SUMS;
   const uint8_t *tile = m.packed + band * stride;
   const bool plain = has_plain_scales(m);
   Isa::Floats acc[NB][NT];
@@ -130,7 +100,7 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
       __builtin_prefetch(meta + ahead, 0, Isa::LOCALITY);
       if constexpr (has_sub(BITS)) sub[n] = read_sub<BITS>(m, meta);
     }
-    for (int s = 0; s < per_group; s++, q += D * digit, scale += rows, sum += rows, sums += rows * D * SUMS) {
+    for (int s = 0; s < per_group; s++, q += D * digit, scale += rows, sum += rows) {
       Isa::Ints a[NB][NT][D];
       UNROLL for (int n = 0; n < NB; n++) UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
           a[n][t][d] = Isa::zero();
@@ -139,14 +109,10 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
         if (half == 0)
           UNROLL for (int n = 0; n < NB; n++) for (int i = 0; i < planes<BITS>(m); i++)
               __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, Isa::LOCALITY);
-        if constexpr (GROUPS) multiply_groups<BITS, D, NT, NB>(m, a, codes, stride, sub, at, q + b, digit, seg);
-        else if (half == 0) multiply_block<BITS, D, NT, NB, 0, STEPS>(m, a, codes, stride, sub, at, q + b, digit, seg);
+        if (half == 0) multiply_block<BITS, D, NT, NB, 0, STEPS>(m, a, codes, stride, sub, at, q + b, digit, seg);
         else multiply_block<BITS, D, NT, NB, 4, 8>(m, a, codes, stride, sub, at - HALF, q + b, digit, seg);
         if (STEPS == 8 || half) codes += planes<BITS>(m) * 64;
       }
-      if constexpr (GROUPS)
-        UNROLL for (int n = 0; n < NB; n++) UNROLL for (int t = 0; t < NT; t++)
-            add_offsets<D>(a[n][t], sub[n].offset, sums + t * D * SUMS, seg, m.sub, s * seg);
       // Read here, so that registers hold none of it while codes are
       // multiplied.
       UNROLL for (int n = 0; n < NB; n++) {
@@ -189,18 +155,28 @@ static void bands_few(const Matrix &m, int64_t band, int bands, const Digits &x,
   for (; b < bands; b++) band_few<BITS, D, STEPS>(m, band + b, x, out + b * ROWS, ld);
 }
 
+// Codes of up to 4 bits, also under super-scales.
+constexpr bool has_short_codes(int kind) { return kind <= 4 || has_sub(kind); }
+
+template <int KIND, int D, int STEPS>
+static void bands_kind(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  // Others are done by short.h, and here in segments of 16 columns alone.
+  if constexpr (STEPS < 8 || !Isa::SHORT_FEW || !has_short_codes(KIND))
+    bands_few<KIND, D, STEPS>(m, band, bands, x, out, ld);
+}
+
 template <int D, int STEPS>
 static void bands_bits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   switch (m.kind) {
-    case E8P: return bands_few<E8P, D, STEPS>(m, band, bands, x, out, ld);
-    case E8: return bands_few<E8, D, STEPS>(m, band, bands, x, out, ld);
-    case 2: return bands_few<2, D, STEPS>(m, band, bands, x, out, ld);
-    case 3: return bands_few<3, D, STEPS>(m, band, bands, x, out, ld);
-    case 4: return bands_few<4, D, STEPS>(m, band, bands, x, out, ld);
-    case SUPER + 2: return bands_few<SUPER + 2, D, STEPS>(m, band, bands, x, out, ld);
-    case SUPER + 3: return bands_few<SUPER + 3, D, STEPS>(m, band, bands, x, out, ld);
-    case SUPER + 4: return bands_few<SUPER + 4, D, STEPS>(m, band, bands, x, out, ld);
-    default: return bands_few<8, D, STEPS>(m, band, bands, x, out, ld);
+    case E8P: return bands_kind<E8P, D, STEPS>(m, band, bands, x, out, ld);
+    case E8: return bands_kind<E8, D, STEPS>(m, band, bands, x, out, ld);
+    case 2: return bands_kind<2, D, STEPS>(m, band, bands, x, out, ld);
+    case 3: return bands_kind<3, D, STEPS>(m, band, bands, x, out, ld);
+    case 4: return bands_kind<4, D, STEPS>(m, band, bands, x, out, ld);
+    case SUPER + 2: return bands_kind<SUPER + 2, D, STEPS>(m, band, bands, x, out, ld);
+    case SUPER + 3: return bands_kind<SUPER + 3, D, STEPS>(m, band, bands, x, out, ld);
+    case SUPER + 4: return bands_kind<SUPER + 4, D, STEPS>(m, band, bands, x, out, ld);
+    default: return bands_kind<8, D, STEPS>(m, band, bands, x, out, ld);
   }
 }
 

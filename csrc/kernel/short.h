@@ -1,48 +1,54 @@
-// A token, or as few as registers have room for sums of, where a product of bytes is two sums of two in 16 bits: those of a
-// whole segment, or of a group under super-scales (group_sums.h), are added up in 16 bits, and only then widened to 32. They
-// are the integers, and make the bits of results, that rows.h makes. More tokens: short_many.h.
+// A token, or as few as registers have room for sums of. Sums of a segment, or of a group under super-scales (group_sums.h),
+// are made in a run: where a product of bytes is two sums of two in 16 bits, of 16 bits, and only then widened to 32; with
+// VNNI of 32. They are the integers, and make the bits of results, that rows.h makes. More tokens: short_many.h, words.h.
 
 // Tokens that share a decoded step.
-constexpr int most_short(int digits) { return digits == 1 ? 4 : 2; }
+constexpr int most_short(int digits) { return digits == 1 ? Isa::SHORT_INT8 : Isa::SHORT_EXACT; }
 
 // Steps that have a lowest of three digits together, or have none (`LowSteps::parts`); of one digit, all of a segment.
 template <int D, int SEG> constexpr int part_steps() { return D == 1 ? SEG / 4 : HALF / 4; }
 
 template <int KIND> constexpr int stored_bits() { return KIND >= SUPER ? KIND - SUPER : KIND; }
 
+// Steps of a run. In 16 bits at most 2 * 7 * 128 or 2 * 15 * 128 of each fit; a group's sum has to, with VNNI 4 * 15 * 128.
+template <int BITS, int SUB> constexpr int run_steps() {
+  if (SUB) return BITS < 4 || Isa::SHORT_SUMS ? SUB / 4 : HALF / 4;
+  return BITS < 4 || !Isa::SHORT_SUMS ? 16 : 8;
+}
+
 // Bytes of the groups of a tile: scales below, offsets above.
 template <int SEG, int SUB> static inline Isa::Bytes read_lines(const Matrix &m, const uint8_t *meta) {
   return Isa::load_lanes(meta, (SEG == 64 ? 64 : m.group) / SUB);
 }
 
-// Steps AT and on of a part of a segment, digits FIRST and on: sums of RUN steps in `run`, then widened in `a`, times the
+// Steps AT and on of a part of a segment, digits FIRST and on: sums of RUN steps in `run`, then added to `a`, times the
 // scale of a group if it has one.
 template <int KIND, int D, int FIRST, int NT, int SEG, int SUB, int AT, typename V = Isa>
-__attribute__((always_inline)) static inline void short_part(Isa::Ints a[NT][D], Isa::Bytes run[NT][D],
+__attribute__((always_inline)) static inline void short_part(Isa::Ints a[NT][D], typename V::Run run[NT][D],
                                                              const uint8_t *codes, const int8_t *q,
                                                              const Isa::Bytes &scale, int group) {
-  // At most 2 * 7 * 128 or 2 * 15 * 128 a step.
-  constexpr int BITS = stored_bits<KIND>(), RUN = SUB ? SUB / 4 : BITS < 4 ? 16 : 8, PART = part_steps<D, SEG>();
+  constexpr int BITS = stored_bits<KIND>(), RUN = run_steps<BITS, SUB>(), PART = part_steps<D, SEG>();
   const Isa::Bytes c = decode_step<BITS, AT % 8>(codes + AT / 8 * BITS * 64);
   UNROLL for (int t = 0; t < NT; t++) {
-    if constexpr (FIRST != 0 && AT % RUN == 0 && RUN > PART) run[t][0] = Isa::bytes(0);
+    if constexpr (FIRST != 0 && AT % RUN == 0 && RUN > PART) run[t][0] = V::no_run();
     UNROLL for (int d = FIRST; d < D; d++) {
-      const auto x = Isa::quad(q + (d * NT + t) * SEG + 4 * AT);
-      if constexpr (AT % RUN) V::add_short_dot(run[t][d], c, x);
-      else run[t][d] = V::short_dot(c, x);
+      const auto x = Isa::quad_once(q + (d * NT + t) * SEG + 4 * AT);
+      if constexpr (AT % RUN) V::add_to_run(run[t][d], c, x);
+      else run[t][d] = V::first_of_run(c, x);
     }
   }
   if constexpr (AT % RUN == RUN - 1 || 4 * AT + 4 == SEG) {
-    const Isa::Bytes factor = SUB ? Isa::factor(scale, group + AT / RUN) : Isa::factor(1);
-    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = RUN > PART ? 0 : FIRST; d < D; d++) a[t][d] =
-        V::dot_shorts(a[t][d], run[t][d], factor);
+    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = RUN > PART ? 0 : FIRST; d < D; d++) {
+      if constexpr (SUB != 0) a[t][d] = V::end_run(a[t][d], run[t][d], scale, group + 4 * AT / (SUB ? SUB : 1));
+      else a[t][d] = V::end_run(a[t][d], run[t][d]);
+    }
   }
   if constexpr (AT % PART + 1 < PART) short_part<KIND, D, FIRST, NT, SEG, SUB, AT + 1>(a, run, codes, q, scale, group);
 }
 
 // Parts from step AT on. low: a bit for each, the lowest for the first, that has a lowest of three digits.
-template <int KIND, int D, int NT, int SEG, int SUB, int AT>
-__attribute__((always_inline)) static inline void short_steps(Isa::Ints a[NT][D], Isa::Bytes run[NT][D],
+template <int KIND, int D, int NT, int SEG, int SUB, int AT, typename V = Isa>
+__attribute__((always_inline)) static inline void short_steps(Isa::Ints a[NT][D], typename V::Run run[NT][D],
                                                               const uint8_t *codes, const int8_t *q,
                                                               const Isa::Bytes &scale, int group, int low) {
   constexpr int PART = part_steps<D, SEG>();
@@ -52,11 +58,12 @@ __attribute__((always_inline)) static inline void short_steps(Isa::Ints a[NT][D]
     short_steps<KIND, D, NT, SEG, SUB, AT + PART>(a, run, codes, q, scale, group, low);
 }
 
-// NB bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the first-level
-// cache for all but the first.
-template <int KIND, int D, int NT, int NB, int SEG, int SUB, typename V = Isa>
-static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *out, int64_t ld) {
-  constexpr int FAR = PREFETCH / NB, BYTES = SEG / BLOCK * stored_bits<KIND>() * 64;
+// Up to UNIT_BANDS bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the
+// first-level cache for all but the first.
+template <int KIND, int D, int NT, int SEG, int SUB, typename V = Isa>
+static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  constexpr int BYTES = SEG / BLOCK * stored_bits<KIND>() * 64;
+  const int64_t far = PREFETCH / bands;
   const int per_group = m.group / SEG;
   const int64_t stride = m.groups * m.tile_bytes;
   const int8_t *q = x.q;
@@ -65,18 +72,18 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
   const LowSteps *lows = x.low;
   const uint8_t *tile = m.packed + band * stride;
   const bool plain = has_plain_scales(m);
-  Isa::Floats acc[NB][NT];
-  for (int n = 0; n < NB; n++)
+  Isa::Floats acc[UNIT_BANDS][NT];
+  for (int n = 0; n < bands; n++)
     for (int t = 0; t < NT; t++) acc[n][t] = m.add ? Isa::load(out + t * ld + n * ROWS) : Isa::set1(0);
   for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
     // At the end of its band a stream goes on with the next band that nobody reads yet.
-    const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
-    for (int n = 0; n < NB; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, Isa::LOCALITY);
+    const int64_t ahead = g * m.tile_bytes + far < stride ? far : far + (bands - 1) * stride;
+    for (int n = 0; n < bands; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, Isa::LOCALITY);
     for (int s = 0; s < per_group; s++, q += NT * D * SEG, scale += NT, sum += NT, sums += NT * D * SUMS) {
       int low = 0;
       for (int t = 0; D > 1 && t < NT; t++) low |= lows++->parts;
       [[maybe_unused]] const int group = SUB ? s * SEG / (SUB ? SUB : 1) : 0;
-      for (int n = 0; n < NB; n++) {
+      for (int n = 0; n < bands; n++) {
         const int8_t *near = q;
         const int16_t *near_sums = sums;
         // Or GCC 12 copies what is loaded from there to the stack, for all bands.
@@ -84,7 +91,8 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
         const uint8_t *at = tile + n * stride, *codes = at + s * BYTES, *meta = at + m.code_bytes;
         for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, Isa::LOCALITY);
         Isa::Ints a[NT][D];
-        Isa::Bytes run[NT][D], scales{};
+        Isa::Bytes scales{};
+        typename V::Run run[NT][D];
         UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] = Isa::zero();
         if constexpr (SUB != 0) scales = Isa::plus(Isa::mask(read_lines<SEG, SUB>(m, meta), 15), Isa::bytes(1));
         short_steps<KIND, D, NT, SEG, SUB, 0>(a, run, codes, near, scales, group, low);
@@ -107,17 +115,17 @@ static void short_bands(const Matrix &m, int64_t band, const Digits &x, float *o
       }
     }
   }
-  for (int n = 0; n < NB; n++)
+  for (int n = 0; n < bands; n++)
     for (int t = 0; t < NT; t++) Isa::store(out + t * ld + n * ROWS, acc[n][t]);
 }
 
 template <int KIND, int D, int SEG, int SUB>
 static void short_tokens(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   auto all = [&](auto count, int) {
-    constexpr int NT = decltype(count)::VALUE, NB = UNIT_BANDS;
-    int b = 0;
-    for (; b + NB <= bands; b += NB) short_bands<KIND, D, NT, NB, SEG, SUB>(m, band + b, x, out + b * ROWS, ld);
-    for (; b < bands; b++) short_bands<KIND, D, NT, 1, SEG, SUB>(m, band + b, x, out + b * ROWS, ld);
+    for (int b = 0; b < bands; b += UNIT_BANDS) {
+      const int some = bands - b < UNIT_BANDS ? bands - b : UNIT_BANDS;
+      short_bands<KIND, D, decltype(count)::VALUE, SEG, SUB>(m, band + b, some, x, out + b * ROWS, ld);
+    }
   };
   call_with<most_short(D)>(x.count, 0, all);
 }
@@ -137,11 +145,11 @@ static void short_segments(const Matrix &m, int64_t band, int bands, const Digit
 
 template <int KIND, typename V = Isa>
 static bool short_digits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  if constexpr (V::SHORT_RUNS) {
+  if constexpr (V::SHORT_FEW) {
     if (x.digits == TRILOBITE_INT8) short_segments<KIND, 1>(m, band, bands, x, out, ld);
     else short_segments<KIND, 3>(m, band, bands, x, out, ld);
   }
-  return V::SHORT_RUNS;
+  return V::SHORT_FEW;
 }
 
 // Whether it was done here: digits of few tokens in segments of 32 or 64 columns, codes of up to 4 bits.
