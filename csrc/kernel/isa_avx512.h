@@ -20,7 +20,7 @@ struct Isa {
 #ifdef __AMX_INT8__
   static constexpr int SHORT_EXACT = 1, SHORT_INT8 = 2;  // tokens that short.h multiplies
 #else
-  static constexpr int SHORT_EXACT = 4, SHORT_INT8 = 6;
+  static constexpr int SHORT_EXACT = 4, SHORT_INT8 = 4;
 #endif
   // Bands that one token reads at a time, each a stream of its own, and the cache that these are prefetched into (3 the
   // first level, 2 the second): Zen 4 and 5 want fewer than others, and their first level waits for too few lines.

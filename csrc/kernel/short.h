@@ -5,66 +5,61 @@
 // Tokens that share a decoded step.
 constexpr int most_short(int digits) { return digits == 1 ? Isa::SHORT_INT8 : Isa::SHORT_EXACT; }
 
-// Steps that have a lowest of three digits together, or have none (`LowSteps::parts`); of one digit, all of a segment.
-template <int D, int SEG> constexpr int part_steps() { return D == 1 ? SEG / 4 : HALF / 4; }
+constexpr int PART = HALF / 4;  // steps that have a lowest of three digits together, or have none (`LowSteps::parts`)
 
 template <int KIND> constexpr int stored_bits() { return KIND >= SUPER ? KIND - SUPER : KIND; }
 
-// Steps of a run. In 16 bits at most 2 * 7 * 128 or 2 * 15 * 128 of each fit; a group's sum has to, with VNNI 4 * 15 * 128.
-template <int BITS, int SUB> constexpr int run_steps() {
-  if (SUB) return BITS < 4 || Isa::SHORT_SUMS ? SUB / 4 : HALF / 4;
-  return BITS < 4 || !Isa::SHORT_SUMS ? 16 : 8;
+// Steps of a run, where it ends in a block of 32 columns; or 0: it is that of a segment. In 16 bits at most 2 * 7 * 128 or
+// 2 * 15 * 128 of each fit; a group's sum has to, with VNNI 4 * 15 * 128.
+template <int KIND, int SUB> constexpr int run_steps() {
+  constexpr bool wide = stored_bits<KIND>() == 4;
+  if (SUB) return wide && !Isa::SHORT_SUMS ? PART : SUB / 4;
+  return wide && Isa::SHORT_SUMS ? BLOCK / 4 : 0;
 }
 
-// Bytes of the groups of a tile: scales below, offsets above.
-template <int SEG, int SUB> static inline Isa::Bytes read_lines(const Matrix &m, const uint8_t *meta) {
-  return Isa::load_lanes(meta, (SEG == 64 ? 64 : m.group) / SUB);
-}
-
-// Steps AT and on of a part of a segment, digits FIRST and on: sums of RUN steps in `run`, then added to `a`, times the
-// scale of a group if it has one.
-template <int KIND, int D, int FIRST, int NT, int SEG, int SUB, int AT, typename V = Isa>
+// Steps AT and on of a part of a block, digits FIRST and on: sums of a run in `run`, then added to `a`, times the scale of a
+// group if it has one.
+template <int KIND, int D, int FIRST, int NT, int SUB, int AT, typename V = Isa>
 __attribute__((always_inline)) static inline void short_part(Isa::Ints a[NT][D], typename V::Run run[NT][D],
-                                                             const uint8_t *codes, const int8_t *q,
+                                                             const uint8_t *codes, const int8_t *q, int seg,
                                                              const Isa::Bytes &scale, int group) {
-  constexpr int BITS = stored_bits<KIND>(), RUN = run_steps<BITS, SUB>(), PART = part_steps<D, SEG>();
-  const Isa::Bytes c = decode_step<BITS, AT % 8>(codes + AT / 8 * BITS * 64);
+  constexpr int RUN = run_steps<KIND, SUB>();
+  const Isa::Bytes c = decode_step<stored_bits<KIND>(), AT>(codes);
   UNROLL for (int t = 0; t < NT; t++) {
-    if constexpr (FIRST != 0 && AT % RUN == 0 && RUN > PART) run[t][0] = V::no_run();
+    if constexpr (FIRST != 0 && RUN > PART && AT == 0) run[t][0] = V::no_run();
     UNROLL for (int d = FIRST; d < D; d++) {
-      const auto x = Isa::quad_once(q + (d * NT + t) * SEG + 4 * AT);
-      if constexpr (AT % RUN) V::add_to_run(run[t][d], c, x);
-      else run[t][d] = V::first_of_run(c, x);
+      const auto x = Isa::quad_once(q + (d * NT + t) * seg + 4 * AT);
+      if constexpr (RUN != 0 && AT % (RUN ? RUN : 1) == 0) run[t][d] = V::first_of_run(c, x);
+      else V::add_to_run(run[t][d], c, x);
     }
   }
-  if constexpr (AT % RUN == RUN - 1 || 4 * AT + 4 == SEG) {
+  if constexpr (RUN != 0 && (AT + 1) % (RUN ? RUN : 1) == 0) {
     UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = RUN > PART ? 0 : FIRST; d < D; d++) {
       if constexpr (SUB != 0) a[t][d] = V::end_run(a[t][d], run[t][d], scale, group + 4 * AT / (SUB ? SUB : 1));
       else a[t][d] = V::end_run(a[t][d], run[t][d]);
     }
   }
-  if constexpr (AT % PART + 1 < PART) short_part<KIND, D, FIRST, NT, SEG, SUB, AT + 1>(a, run, codes, q, scale, group);
+  if constexpr ((AT + 1) % PART != 0) short_part<KIND, D, FIRST, NT, SUB, AT + 1>(a, run, codes, q, seg, scale, group);
 }
 
-// Parts from step AT on. low: a bit for each, the lowest for the first, that has a lowest of three digits.
-template <int KIND, int D, int NT, int SEG, int SUB, int AT, typename V = Isa>
-__attribute__((always_inline)) static inline void short_steps(Isa::Ints a[NT][D], typename V::Run run[NT][D],
-                                                              const uint8_t *codes, const int8_t *q,
+// A block from step AT on. low: a bit for each part, the lowest for the first, that has a lowest of three digits.
+template <int KIND, int D, int NT, int SUB, int AT, typename V = Isa>
+__attribute__((always_inline)) static inline void short_block(Isa::Ints a[NT][D], typename V::Run run[NT][D],
+                                                              const uint8_t *codes, const int8_t *q, int seg,
                                                               const Isa::Bytes &scale, int group, int low) {
-  constexpr int PART = part_steps<D, SEG>();
-  if (D == 1 || low >> AT / PART & 1) short_part<KIND, D, 0, NT, SEG, SUB, AT>(a, run, codes, q, scale, group);
-  else short_part<KIND, D, D == 1 ? 0 : 1, NT, SEG, SUB, AT>(a, run, codes, q, scale, group);
-  if constexpr (4 * (AT + PART) < SEG)
-    short_steps<KIND, D, NT, SEG, SUB, AT + PART>(a, run, codes, q, scale, group, low);
+  if (D == 1 || low & 1) short_part<KIND, D, 0, NT, SUB, AT>(a, run, codes, q, seg, scale, group);
+  else short_part<KIND, D, D == 1 ? 0 : 1, NT, SUB, AT>(a, run, codes, q, seg, scale, group);
+  if constexpr (AT == 0) short_block<KIND, D, NT, SUB, PART>(a, run, codes, q, seg, scale, group, low >> 1);
 }
 
 // Up to UNIT_BANDS bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the
 // first-level cache for all but the first.
+// SEG: columns of a segment, or 0: any number.
 template <int KIND, int D, int NT, int SEG, int SUB, typename V = Isa>
 static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  constexpr int BYTES = SEG / BLOCK * stored_bits<KIND>() * 64;
+  constexpr int BYTES = stored_bits<KIND>() * 64;  // of a block
   const int64_t far = PREFETCH / bands;
-  const int per_group = m.group / SEG;
+  const int seg = SEG ? SEG : x.seg, per_group = m.group / seg, blocks = seg / BLOCK, lines = m.group / (SUB ? SUB : 1);
   const int64_t stride = m.groups * m.tile_bytes;
   const int8_t *q = x.q;
   const float *scale = x.scale, *sum = x.sum;
@@ -79,30 +74,37 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
     // At the end of its band a stream goes on with the next band that nobody reads yet.
     const int64_t ahead = g * m.tile_bytes + far < stride ? far : far + (bands - 1) * stride;
     for (int n = 0; n < bands; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, Isa::LOCALITY);
-    for (int s = 0; s < per_group; s++, q += NT * D * SEG, scale += NT, sum += NT, sums += NT * D * SUMS) {
+    for (int s = 0; s < per_group; s++, q += NT * D * seg, scale += NT, sum += NT, sums += NT * D * SUMS) {
       int low = 0;
       for (int t = 0; D > 1 && t < NT; t++) low |= lows++->parts;
-      [[maybe_unused]] const int group = SUB ? s * SEG / (SUB ? SUB : 1) : 0;
+      [[maybe_unused]] const int group = s * seg / (SUB ? SUB : 1);
       for (int n = 0; n < bands; n++) {
         const int8_t *near = q;
         const int16_t *near_sums = sums;
         // Or GCC 12 copies what is loaded from there to the stack, for all bands.
         __asm__("" : "+r"(near), "+r"(near_sums));
-        const uint8_t *at = tile + n * stride, *codes = at + s * BYTES, *meta = at + m.code_bytes;
-        for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, Isa::LOCALITY);
+        const uint8_t *at = tile + n * stride, *codes = at + s * blocks * BYTES, *meta = at + m.code_bytes;
+        for (int i = 0; i < blocks * BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, Isa::LOCALITY);
         Isa::Ints a[NT][D];
         Isa::Bytes scales{};
         typename V::Run run[NT][D];
-        UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] = Isa::zero();
-        if constexpr (SUB != 0) scales = Isa::plus(Isa::mask(read_lines<SEG, SUB>(m, meta), 15), Isa::bytes(1));
-        short_steps<KIND, D, NT, SEG, SUB, 0>(a, run, codes, near, scales, group, low);
+        UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) {
+          a[t][d] = Isa::zero();
+          run[t][d] = V::no_run();
+        }
+        if constexpr (SUB != 0) scales = Isa::plus(Isa::mask(Isa::load_lanes(meta, lines), 15), Isa::bytes(1));
+        UNROLL for (int b = 0; b < blocks; b++) short_block<KIND, D, NT, SUB, 0>(
+            a, run, codes + b * BYTES, near + b * BLOCK, seg, scales, group + b * BLOCK / (SUB ? SUB : 1), low >> 2 * b);
+        if constexpr (run_steps<KIND, SUB>() == 0)
+          UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] =
+              V::end_run(a[t][d], run[t][d]);
         if constexpr (SUB != 0) {
           __asm__("" : "+r"(meta));  // or offsets are held, on the stack, while codes are multiplied
-          const Isa::Bytes offsets = unit_offsets<KIND>(read_lines<SEG, SUB>(m, meta));
+          const Isa::Bytes offsets = unit_offsets<KIND>(Isa::load_lanes(meta, lines));
           UNROLL for (int t = 0; t < NT; t++) {
             const int16_t *of = near_sums + t * D * SUMS;
-            if (D > 1 && low == 0) add_offsets<D, V, D == 1 ? 0 : 1>(a[t], offsets, of, SEG, SUB, s * SEG);
-            else add_offsets<D>(a[t], offsets, of, SEG, SUB, s * SEG);
+            if (D > 1 && low == 0) add_offsets<D, V, D == 1 ? 0 : 1>(a[t], offsets, of, seg, SUB, s * seg);
+            else add_offsets<D>(a[t], offsets, of, seg, SUB, s * seg);
           }
         }
         const Affine w = SUB     ? read_super(m, offset_unit(KIND), band + n, g)
@@ -119,35 +121,34 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
     for (int t = 0; t < NT; t++) Isa::store(out + t * ld + n * ROWS, acc[n][t]);
 }
 
-template <int KIND, int D, int SEG, int SUB>
+template <int KIND, int D, int SUB>
 static void short_tokens(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   auto all = [&](auto count, int) {
+    constexpr int NT = decltype(count)::VALUE;
     for (int b = 0; b < bands; b += UNIT_BANDS) {
       const int some = bands - b < UNIT_BANDS ? bands - b : UNIT_BANDS;
-      short_bands<KIND, D, decltype(count)::VALUE, SEG, SUB>(m, band + b, some, x, out + b * ROWS, ld);
+      float *to = out + b * ROWS;
+      // Wide registers are worth the loop over blocks, and it halves the code twice.
+      if constexpr (Isa::LANES == 16) short_bands<KIND, D, NT, 0, SUB>(m, band + b, some, x, to, ld);
+      else if (x.seg == 64) short_bands<KIND, D, NT, 64, SUB>(m, band + b, some, x, to, ld);
+      else short_bands<KIND, D, NT, BLOCK, SUB>(m, band + b, some, x, to, ld);
     }
   };
   call_with<most_short(D)>(x.count, 0, all);
 }
 
-template <int KIND, int D, int SEG>
-static void short_groups(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  if constexpr (!has_sub(KIND)) short_tokens<KIND, D, SEG, 0>(m, band, bands, x, out, ld);
-  else if (m.sub == HALF) short_tokens<KIND, D, SEG, HALF>(m, band, bands, x, out, ld);
-  else short_tokens<KIND, D, SEG, 32>(m, band, bands, x, out, ld);
-}
-
 template <int KIND, int D>
-static void short_segments(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  if (x.seg == 64) short_groups<KIND, D, 64>(m, band, bands, x, out, ld);
-  else short_groups<KIND, D, 32>(m, band, bands, x, out, ld);
+static void short_groups(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  if constexpr (!has_sub(KIND)) short_tokens<KIND, D, 0>(m, band, bands, x, out, ld);
+  else if (m.sub == HALF) short_tokens<KIND, D, HALF>(m, band, bands, x, out, ld);
+  else short_tokens<KIND, D, BLOCK>(m, band, bands, x, out, ld);
 }
 
 template <int KIND, typename V = Isa>
 static bool short_digits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   if constexpr (V::SHORT_FEW) {
-    if (x.digits == TRILOBITE_INT8) short_segments<KIND, 1>(m, band, bands, x, out, ld);
-    else short_segments<KIND, 3>(m, band, bands, x, out, ld);
+    if (x.digits == TRILOBITE_INT8) short_groups<KIND, 1>(m, band, bands, x, out, ld);
+    else short_groups<KIND, 3>(m, band, bands, x, out, ld);
   }
   return V::SHORT_FEW;
 }
