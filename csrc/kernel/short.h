@@ -42,14 +42,18 @@ __attribute__((always_inline)) static inline void short_part(Isa::Ints a[NT][D],
   if constexpr ((AT + 1) % PART != 0) short_part<KIND, D, FIRST, NT, SUB, AT + 1>(a, run, codes, q, seg, scale, group);
 }
 
-// A block from step AT on. low: a bit for each part, the lowest for the first, that has a lowest of three digits.
-template <int KIND, int D, int NT, int SUB, int AT, typename V = Isa>
-__attribute__((always_inline)) static inline void short_block(Isa::Ints a[NT][D], typename V::Run run[NT][D],
-                                                              const uint8_t *codes, const int8_t *q, int seg,
-                                                              const Isa::Bytes &scale, int group, int low) {
+// Blocks, the first one from step AT on. low: a bit for each part, the lowest for the first, that has a lowest of three
+// digits.
+template <int KIND, int D, int NT, int SUB, int AT, int BLOCKS, typename V = Isa>
+__attribute__((always_inline)) static inline void short_blocks(Isa::Ints a[NT][D], typename V::Run run[NT][D],
+                                                               const uint8_t *codes, const int8_t *q, int seg,
+                                                               const Isa::Bytes &scale, int group, int low) {
   if (D == 1 || low & 1) short_part<KIND, D, 0, NT, SUB, AT>(a, run, codes, q, seg, scale, group);
   else short_part<KIND, D, D == 1 ? 0 : 1, NT, SUB, AT>(a, run, codes, q, seg, scale, group);
-  if constexpr (AT == 0) short_block<KIND, D, NT, SUB, PART>(a, run, codes, q, seg, scale, group, low >> 1);
+  if constexpr (AT == 0) short_blocks<KIND, D, NT, SUB, PART, BLOCKS>(a, run, codes, q, seg, scale, group, low >> 1);
+  else if constexpr (BLOCKS > 1)
+    short_blocks<KIND, D, NT, SUB, 0, BLOCKS - 1>(a, run, codes + stored_bits<KIND>() * 64, q + BLOCK, seg, scale,
+                                                  group + BLOCK / (SUB ? SUB : 1), low >> 1);
 }
 
 // Up to UNIT_BANDS bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the
@@ -59,7 +63,8 @@ template <int KIND, int D, int NT, int SEG, int SUB, typename V = Isa>
 static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   constexpr int BYTES = stored_bits<KIND>() * 64;  // of a block
   const int64_t far = PREFETCH / bands;
-  const int seg = SEG ? SEG : x.seg, per_group = m.group / seg, blocks = seg / BLOCK, lines = m.group / (SUB ? SUB : 1);
+  const int seg = SEG ? SEG : x.seg, per_group = m.group / seg, blocks = seg / BLOCK,
+            lines = (SEG == 64 ? 64 : m.group) / (SUB ? SUB : 1);
   const int64_t stride = m.groups * m.tile_bytes;
   const int8_t *q = x.q;
   const float *scale = x.scale, *sum = x.sum;
@@ -93,8 +98,10 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
           run[t][d] = V::no_run();
         }
         if constexpr (SUB != 0) scales = Isa::plus(Isa::mask(Isa::load_lanes(meta, lines), 15), Isa::bytes(1));
-        UNROLL for (int b = 0; b < blocks; b++) short_block<KIND, D, NT, SUB, 0>(
-            a, run, codes + b * BYTES, near + b * BLOCK, seg, scales, group + b * BLOCK / (SUB ? SUB : 1), low >> 2 * b);
+        constexpr int SOME = SEG ? SEG / BLOCK : 1;
+        for (int b = 0; b < blocks; b += SOME)
+          short_blocks<KIND, D, NT, SUB, 0, SOME>(a, run, codes + b * BYTES, near + b * BLOCK, seg, scales,
+                                                  group + b * BLOCK / (SUB ? SUB : 1), low >> 2 * b);
         if constexpr (run_steps<KIND, SUB>() == 0)
           UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] =
               V::end_run(a[t][d], run[t][d]);
