@@ -104,7 +104,7 @@ struct Activations {
 //   q      [block][segment][digit][token of the block][column of the segment] int8
 //   scale  [block][segment][token]
 //   sums   [block][segment][token][digit][8]: of the digits in each 16 columns, then in each 32; the rest is unused. Only
-//          tiers that read them (Isa::SHORT_FEW) write them.
+//          tiers that read them (SHORT_FEW) write them.
 //   low    [block][segment][token]: of three digits; only tiers with short sums write them
 // Words: digits of which the upper two are one 16-bit number, 256 * d2 + d1, for instructions that multiply those.
 //   q      [block][segment]: int16 [token][column; in every four, the middle two are swapped], then the lowest digits, int8,

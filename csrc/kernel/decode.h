@@ -54,6 +54,9 @@ static inline void decode(const uint8_t *p, int planes, Isa::Bytes c[8]) {
 // Under super-scales a code counts as scale * code + unit * offset, a byte from
 // which tiers take Isa::COUNT_BIAS (formats/superscale.py).
 constexpr bool has_sub(int kind) { return kind > SUPER && kind < SUPER + 8; }
+// Codes of up to 4 bits, and whether short.h multiplies few tokens of these.
+constexpr bool has_short_codes(int kind) { return kind <= 4 || has_sub(kind); }
+constexpr bool SHORT_FEW = Isa::SHORT_EXACT > 0;
 constexpr int offset_unit(int kind) { return kind == SUPER + 2 ? 3 : kind == SUPER + 3 ? 6 : 8; }
 
 // Of a tile, in byte j of lane r: group j, row r.

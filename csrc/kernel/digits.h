@@ -159,8 +159,8 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
   d.scale_block(block)[at] = finite ? scale : bits_to_float(0x7fc00000);
   d.sum_block(block)[at] = finite ? (d.words ? scale * LOWEST : scale) * (float)total : bits_to_float(0x7fc00000);
   if (d.words) return;
-  if (Isa::SHORT_FEW && d.low) d.low_block(block)[at] = low_steps(q, n);
-  if (!Isa::SHORT_FEW) return;
+  if (SHORT_FEW && d.low) d.low_block(block)[at] = low_steps(q, n);
+  if (!SHORT_FEW) return;
   for (int i = 0; i < d.digits; i++) sum_digits(q + i * stride, n, d.sums_block(block) + (at * d.digits + i) * SUMS);
 }
 

@@ -1,6 +1,7 @@
 // AVX2: a register of the layout is two ymm, rows 0-7 and rows 8-15. Byte products go through int16 pairs, or with VNNI
 // where the translation unit is compiled for it.
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
 #ifdef TRILOBITE_EVEX
 #define TRILOBITE_ENCODING "%{evex%} "  // of VNNI's instructions: AVX-512's
 #else
@@ -15,7 +16,7 @@ struct Isa {
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__
-  static constexpr bool SHORT_FEW = true, SHORT_RUNS = false;  // short.h; short_many.h
+  static constexpr bool SHORT_RUNS = false;  // short_many.h
   // words.h: tokens from which on codes of up to 4 bits, and bytes, are multiplied so (0: never).
   static constexpr int WORDS = 3, WORDS_OF_BYTES = 3;
   static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache, or with 2 the second
@@ -23,7 +24,7 @@ struct Isa {
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr Form FORM = Form::BYTES;
 #else
-  static constexpr bool SHORT_FEW = true, SHORT_RUNS = true;  // short.h; short_many.h
+  static constexpr bool SHORT_RUNS = true;  // short_many.h
   static constexpr int WORDS = 12, WORDS_OF_BYTES = 4;
   static constexpr int LOCALITY = 2;
   static constexpr int MANY = 4;

@@ -10,11 +10,11 @@ struct Isa {
   static constexpr int TOKENS_AT_ONCE = 4;
   static constexpr bool MATRICES = false;
 #ifdef __AVX512VNNI__
-  static constexpr bool SHORT_FEW = true, SHORT_RUNS = false;  // short.h; short_many.h
+  static constexpr bool SHORT_RUNS = false;  // short_many.h
   // words.h: tokens from which on codes of up to 4 bits, and bytes, are multiplied so (0: never).
   static constexpr int WORDS = 5, WORDS_OF_BYTES = 5;
 #else
-  static constexpr bool SHORT_FEW = true, SHORT_RUNS = true;  // short.h; short_many.h
+  static constexpr bool SHORT_RUNS = true;  // short_many.h
   static constexpr int WORDS = 3, WORDS_OF_BYTES = 2;
 #endif
 #ifdef __AMX_INT8__

@@ -1,12 +1,13 @@
 // ARM: NEON with the dot product instructions (ARMv8.2), and where the translation unit is compiled for them with those
 // that multiply matrices of bytes (i8mm). A register of the layout is four of 128 bits.
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
 struct Isa {
   static constexpr int LANES = 4;  // floats in a register
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 2;
-  static constexpr bool SHORT_FEW = false, SHORT_RUNS = false;  // short.h, short_many.h
-  static constexpr int SHORT_EXACT = 0, SHORT_INT8 = 0;
+  static constexpr bool SHORT_RUNS = false;              // short_many.h
+  static constexpr int SHORT_EXACT = 0, SHORT_INT8 = 0;  // tokens that short.h multiplies
   static constexpr int WORDS = 0, WORDS_OF_BYTES = 0;
   static constexpr int STREAMS = 1;   // bands that one token reads at a time
   static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache

@@ -1,12 +1,13 @@
 // Portable vectors: 64 code bytes, 16 int32, 16 fp32. Plain loops, which compilers turn into whatever the machine has.
 #define UNROLL
+#define UNROLL16
 struct Isa {
   static constexpr int LANES = 4;  // floats in a register
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 1;
   static constexpr bool MATRICES = false;
-  static constexpr bool SHORT_FEW = false, SHORT_RUNS = false;  // short.h, short_many.h
-  static constexpr int SHORT_EXACT = 0, SHORT_INT8 = 0;
+  static constexpr bool SHORT_RUNS = false;              // short_many.h
+  static constexpr int SHORT_EXACT = 0, SHORT_INT8 = 0;  // tokens that short.h multiplies
   static constexpr int WORDS = 0, WORDS_OF_BYTES = 0;
   static constexpr int STREAMS = 1;   // bands that one token reads at a time
   static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache

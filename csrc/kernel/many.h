@@ -164,7 +164,7 @@ static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits 
     if (x.parts) return all_bands_many<0, 0>(m, band, bands, x, out, ld);
   if (rows_short(m, band, bands, x, out, ld) || rows_short_many(m, band, bands, x, out, ld)) return;
   if constexpr (!Isa::SHORT_RUNS) {
-    if (x.seg >= BLOCK && (x.count >= Isa::MANY || (Isa::SHORT_FEW && has_short_codes(m.kind)))) {
+    if (x.seg >= BLOCK && (x.count >= Isa::MANY || (SHORT_FEW && has_short_codes(m.kind)))) {
       if (x.digits == TRILOBITE_INT8) return digits_many<1>(m, band, bands, x, out, ld);
       return digits_many<3>(m, band, bands, x, out, ld);
     }

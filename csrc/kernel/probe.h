@@ -24,7 +24,7 @@ template <typename T> static inline void hide(T &values) { __asm__ volatile("" :
 // Sums are read, but only here, so that they stay in registers.
 template <typename T, int N> static inline void read_sums(const T (&sums)[N]) {
   T copy[N];
-  _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) copy[i] = sums[i];
+  UNROLL16 for (int i = 0; i < N; i++) copy[i] = sums[i];
   hide(copy);
 }
 
@@ -38,20 +38,30 @@ static inline Isa::Bytes some_codes() {
   return Isa::load(ones);
 }
 
-static int64_t spin_dots(int64_t rounds, int digits) {
+// So many products of a line of codes, and `multiply(sum, codes, x)` is one.
+template <typename F> static inline int64_t spin_products(int64_t rounds, F multiply) {
   Isa::Bytes codes[LINES];
   for (Isa::Bytes &line : codes) line = some_codes();
   int8_t x[4 * CHAINS / LINES];
   memset(x, 3, sizeof x);
   Isa::Ints a[CHAINS];
-  _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
+  UNROLL16 for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
   for (int64_t r = 0; r < rounds; r += CHAINS) {
     hide(x);
-    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] =
-        Isa::dot<4>(a[i], codes[i % LINES], Isa::quad(x + i / LINES * 4));
+    UNROLL16 for (int i = 0; i < CHAINS; i++) multiply(a[i], codes[i % LINES], Isa::quad(x + i / LINES * 4));
   }
   read_sums(a);
-  return rounds / CHAINS * CHAINS * 64 / digits;
+  return rounds / CHAINS * CHAINS;
+}
+
+static int64_t spin_dots(int64_t rounds, int digits) {
+  return spin_products(rounds, [](auto &sum, auto codes, auto x) { sum = Isa::dot<4>(sum, codes, x); }) * 64 / digits;
+}
+
+// V: not every Isa has them.
+template <typename V = Isa> static int64_t spin_words(int64_t rounds) {
+  return spin_products(rounds, [](auto &sum, auto codes, auto x) { V::add_words(sum, codes, x); }) * 64 /
+         lines(Form::WORDS);
 }
 
 // The short sums of `multiply_short`, of a segment of 64 columns. Of three digits the lowest is mostly left out. V: not every Isa has them.
@@ -61,34 +71,18 @@ template <typename V = Isa> static int64_t spin_shorts(int64_t rounds, int digit
   int8_t x[4 * CHAINS];
   memset(x, 3, sizeof x);
   Isa::Ints a[CHAINS];
-  _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
+  UNROLL16 for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
   for (int64_t r = 0; r < rounds; r += CHAINS * STEPS) {
     Isa::Bytes run[CHAINS];
-    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) run[i] = Isa::bytes(0);
+    UNROLL16 for (int i = 0; i < CHAINS; i++) run[i] = Isa::bytes(0);
     for (int step = 0; step < STEPS; step++)
-      _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) V::add_short_dot(run[i], codes, Isa::quad(x + 4 * i));
-    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = V::dot_shorts(a[i], run[i], Isa::factor(1));
+      UNROLL16 for (int i = 0; i < CHAINS; i++) V::add_short_dot(run[i], codes, Isa::quad(x + 4 * i));
+    UNROLL16 for (int i = 0; i < CHAINS; i++) a[i] = V::dot_shorts(a[i], run[i], Isa::factor(1));
     hide(x);
   }
   read_sums(a);
   const int64_t all = CHAINS * STEPS;
   return (rounds + all - 1) / all * all * 64 / (digits == TRILOBITE_EXACT ? 2 : digits);
-}
-
-template <typename V = Isa> static int64_t spin_words(int64_t rounds) {
-  Isa::Bytes codes[LINES];
-  for (Isa::Bytes &line : codes) line = some_codes();
-  int8_t x[4 * CHAINS / LINES];
-  memset(x, 3, sizeof x);
-  Isa::Ints a[CHAINS];
-  _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = Isa::zero();
-  for (int64_t r = 0; r < rounds; r += CHAINS) {
-    hide(x);
-    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++)
-        V::add_words(a[i], codes[i % LINES], Isa::quad(x + i / LINES * 4));
-  }
-  read_sums(a);
-  return rounds / CHAINS * CHAINS * 64 / lines(Form::WORDS);
 }
 
 template <Form FORM, typename V = Isa> static int64_t spin_parts(int64_t rounds) {
@@ -101,11 +95,10 @@ template <Form FORM, typename V = Isa> static int64_t spin_parts(int64_t rounds)
     line = Isa::load(ones);
   }
   Isa::Floats a[CHAINS];
-  _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] = Isa::set1(0);
+  UNROLL16 for (int i = 0; i < CHAINS; i++) a[i] = Isa::set1(0);
   for (int64_t r = 0; r < rounds; r += CHAINS) {
     hide(x);
-    _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) a[i] =
-        V::dot_part(a[i], codes[i % LINES], Isa::set1(x[i / LINES]));
+    UNROLL16 for (int i = 0; i < CHAINS; i++) a[i] = V::dot_part(a[i], codes[i % LINES], Isa::set1(x[i / LINES]));
   }
   read_sums(a);
   return rounds / CHAINS * CHAINS * 64 / lines(FORM);

@@ -155,14 +155,10 @@ static void bands_few(const Matrix &m, int64_t band, int bands, const Digits &x,
   for (; b < bands; b++) band_few<BITS, D, STEPS>(m, band + b, x, out + b * ROWS, ld);
 }
 
-// Codes of up to 4 bits, also under super-scales.
-constexpr bool has_short_codes(int kind) { return kind <= 4 || has_sub(kind); }
-
 template <int KIND, int D, int STEPS>
 static void bands_kind(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   // Others are done by short.h, and here in segments of 16 columns alone.
-  if constexpr (STEPS < 8 || !Isa::SHORT_FEW || !has_short_codes(KIND))
-    bands_few<KIND, D, STEPS>(m, band, bands, x, out, ld);
+  if constexpr (STEPS < 8 || !SHORT_FEW || !has_short_codes(KIND)) bands_few<KIND, D, STEPS>(m, band, bands, x, out, ld);
 }
 
 template <int D, int STEPS>

@@ -153,11 +153,11 @@ static void short_groups(const Matrix &m, int64_t band, int bands, const Digits 
 
 template <int KIND, typename V = Isa>
 static bool short_digits(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  if constexpr (V::SHORT_FEW) {
+  if constexpr (V::SHORT_EXACT > 0) {
     if (x.digits == TRILOBITE_INT8) short_groups<KIND, 1>(m, band, bands, x, out, ld);
     else short_groups<KIND, 3>(m, band, bands, x, out, ld);
   }
-  return V::SHORT_FEW;
+  return SHORT_FEW;
 }
 
 // Whether it was done here: digits of few tokens in segments of 32 or 64 columns, codes of up to 4 bits.
