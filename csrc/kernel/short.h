@@ -128,6 +128,12 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
     for (int t = 0; t < NT; t++) Isa::store(out + t * ld + n * ROWS, acc[n][t]);
 }
 
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool SANITIZED = true;
+#else
+constexpr bool SANITIZED = false;
+#endif
+
 template <int KIND, int D, int SUB>
 static void short_tokens(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
   auto all = [&](auto count, int) {
@@ -135,8 +141,8 @@ static void short_tokens(const Matrix &m, int64_t band, int bands, const Digits 
     for (int b = 0; b < bands; b += UNIT_BANDS) {
       const int some = bands - b < UNIT_BANDS ? bands - b : UNIT_BANDS;
       float *to = out + b * ROWS;
-      // Wide registers are worth the loop over blocks, and it halves the code twice.
-      if constexpr (Isa::LANES == 16) short_bands<KIND, D, NT, 0, SUB>(m, band + b, some, x, to, ld);
+      // A loop over blocks is a quarter of the code. Wide registers lose nothing by it; sanitizers would be built for minutes.
+      if constexpr (Isa::LANES == 16 || SANITIZED) short_bands<KIND, D, NT, 0, SUB>(m, band + b, some, x, to, ld);
       else if (x.seg == 64) short_bands<KIND, D, NT, 64, SUB>(m, band + b, some, x, to, ld);
       else short_bands<KIND, D, NT, BLOCK, SUB>(m, band + b, some, x, to, ld);
     }
