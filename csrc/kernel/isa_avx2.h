@@ -16,7 +16,6 @@ struct Isa {
   // For many tokens (many.h): from how many on, bands that share a broadcast, sums that registers hold, form of codes.
   static constexpr int BANDS_AT_ONCE = 1, SUMS = 6;
 #ifdef __AVXVNNI__
-  static constexpr bool SHORT_RUNS = false;  // short_many.h
   // words.h: tokens from which on codes of up to 4 bits, and bytes, are multiplied so (0: never).
   static constexpr int WORDS = 3, WORDS_OF_BYTES = 3;
   static constexpr int LOCALITY = 3;  // of what is prefetched: the first-level cache, or with 2 the second
@@ -24,7 +23,6 @@ struct Isa {
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr Form FORM = Form::BYTES;
 #else
-  static constexpr bool SHORT_RUNS = true;  // short_many.h
   static constexpr int WORDS = 12, WORDS_OF_BYTES = 4;
   static constexpr int LOCALITY = 2;
   static constexpr int MANY = 4;
@@ -95,9 +93,10 @@ struct Isa {
   static Run first_of_run(Bytes c, __m256i v) { return dot<8>(zero(), c, v); }
   static void add_to_run(Run &run, Bytes c, __m256i v) { run = dot<8>(run, c, v); }
   static Ints end_run(Ints acc, Run run) { return {_mm256_add_epi32(acc.a, run.a), _mm256_add_epi32(acc.b, run.b)}; }
-  // Times byte j of each lane; the sum fits 16 bits.
+  // Times byte j of each lane, above which are zeros; the sum fits 16 bits.
   static Ints end_run(Ints acc, Run run, Bytes scale, int j) {
-    return dot_shorts(acc, {run.a, run.b}, one_of(scale, j));
+    const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.ones[j]);
+    return dot_shorts(acc, {run.a, run.b}, {_mm256_shuffle_epi8(scale.a, at), _mm256_shuffle_epi8(scale.b, at)});
   }
   // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
@@ -120,22 +119,20 @@ struct Isa {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(s.a, ones)),
             _mm256_add_epi32(acc.b, _mm256_madd_epi16(s.b, ones))};
   }
-  // For short.h. Of 2 x 2 products of codes and digits sums of two, in 16 bits; of what two such registers hold the sums.
-  static Bytes short_dot(Bytes c, __m256i v) { return {_mm256_maddubs_epi16(c.a, v), _mm256_maddubs_epi16(c.b, v)}; }
-  static Bytes add_shorts(Bytes x, Bytes y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
-  // GCC 12 would make the products of many steps first and add them up from the stack, or move sums from register to
-  // register.
-  static void add_short_dot(Bytes &sum, Bytes c, __m256i v) {
-    const Bytes p = short_dot(c, v);
-    __asm__("vpaddw %1, %0, %0" : "+x"(sum.a) : "x"(p.a));
-    __asm__("vpaddw %1, %0, %0" : "+x"(sum.b) : "x"(p.b));
-  }
+  // For short.h, in 16 bits: of 2 x 2 products of codes and digits sums of two.
   using Run = Bytes;
   static Run no_run() { return bytes(0); }
-  static Run first_of_run(Bytes c, __m256i v) { return short_dot(c, v); }
-  static void add_to_run(Run &run, Bytes c, __m256i v) { add_short_dot(run, c, v); }
+  static Run first_of_run(Bytes c, __m256i v) { return {_mm256_maddubs_epi16(c.a, v), _mm256_maddubs_epi16(c.b, v)}; }
+  // GCC 12 would make the products of many steps first and add them up from the stack, or move sums from register to
+  // register.
+  static void add_to_run(Run &run, Bytes c, __m256i v) {
+    const Run p = first_of_run(c, v);
+    __asm__("vpaddw %1, %0, %0" : "+x"(run.a) : "x"(p.a));
+    __asm__("vpaddw %1, %0, %0" : "+x"(run.b) : "x"(p.b));
+  }
   static Ints end_run(Ints acc, Run run) { return dot_shorts(acc, run, factor(1)); }
   static Ints end_run(Ints acc, Run run, Bytes scale, int j) { return dot_shorts(acc, run, factor(scale, j)); }
+  static Bytes add_shorts(Bytes x, Bytes y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
   // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
@@ -143,13 +140,9 @@ struct Isa {
 #endif
   // For group_sums.h. Two 16-bit numbers, for every lane.
   static Bytes two(int32_t both) { return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)}; }
-  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers; or byte j as the lower one, above which is zero.
+  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers.
   static Bytes two_of(Bytes v, int j) {
     const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.pairs[j]);
-    return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
-  }
-  static Bytes one_of(Bytes v, int j) {
-    const __m256i at = _mm256_load_si256((const __m256i *)SPREAD.ones[j]);
     return {_mm256_shuffle_epi8(v.a, at), _mm256_shuffle_epi8(v.b, at)};
   }
   // For words.h. Bytes J and J + 2 of each lane as 16-bit numbers, with a sign or without.
@@ -164,8 +157,7 @@ struct Isa {
   static Ints dot_words(Bytes x, __m256i y) { return {_mm256_madd_epi16(x.a, y), _mm256_madd_epi16(x.b, y)}; }
   static void add_words(Ints &sum, Bytes x, __m256i y) {
 #ifdef __AVXVNNI__
-    __asm__(TRILOBITE_ENCODING "vpdpwssd %2, %1, %0" : "+x"(sum.a) : "x"(x.a), "x"(y));
-    __asm__(TRILOBITE_ENCODING "vpdpwssd %2, %1, %0" : "+x"(sum.b) : "x"(x.b), "x"(y));
+    sum = dot_shorts(sum, x, {y, y});
 #else
     const Ints p = dot_words(x, y);
     __asm__("vpaddd %1, %0, %0" : "+x"(sum.a) : "x"(p.a));

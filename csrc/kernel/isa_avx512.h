@@ -10,11 +10,9 @@ struct Isa {
   static constexpr int TOKENS_AT_ONCE = 4;
   static constexpr bool MATRICES = false;
 #ifdef __AVX512VNNI__
-  static constexpr bool SHORT_RUNS = false;  // short_many.h
   // words.h: tokens from which on codes of up to 4 bits, and bytes, are multiplied so (0: never).
   static constexpr int WORDS = 5, WORDS_OF_BYTES = 5;
 #else
-  static constexpr bool SHORT_RUNS = true;  // short_many.h
   static constexpr int WORDS = 3, WORDS_OF_BYTES = 2;
 #endif
 #ifdef __AMX_INT8__
@@ -105,8 +103,10 @@ struct Isa {
   static Run first_of_run(Bytes c, Near v) { return dot<8>(zero(), c, v); }
   static void add_to_run(Run &run, Bytes c, Near v) { run = dot<8>(run, c, v); }
   static Ints end_run(Ints acc, Run run) { return _mm512_add_epi32(acc, run); }
-  // Times byte j of each lane; the sum fits 16 bits.
-  static Ints end_run(Ints acc, Run run, Bytes scale, int j) { return dot_shorts(acc, run, one_of(scale, j)); }
+  // Times byte j of each lane, above which are zeros; the sum fits 16 bits.
+  static Ints end_run(Ints acc, Run run, Bytes scale, int j) {
+    return dot_shorts(acc, run, _mm512_shuffle_epi8(scale, _mm512_load_si512(SPREAD.ones[j])));
+  }
   // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(y));
@@ -121,27 +121,24 @@ struct Isa {
     UNROLL for (int i = 1; i < STEPS; i++) s = _mm512_add_epi16(s, _mm512_maddubs_epi16(c[i], quad(x + 4 * i)));
     return _mm512_add_epi32(acc, _mm512_madd_epi16(s, _mm512_set1_epi16(1)));
   }
-  // For short.h. Of 2 x 2 products of codes and digits sums of two, in 16 bits; of what two such registers hold the sums.
-  static Bytes short_dot(Bytes c, Bytes v) { return _mm512_maddubs_epi16(c, v); }
-  static void add_short_dot(Bytes &sum, Bytes c, Bytes v) {
-    // GCC 12 would make the products of many steps first and add them up from the stack.
-    __asm__("vpaddw %1, %0, %0" : "+v"(sum) : "v"(short_dot(c, v)));
-  }
-  static Bytes add_shorts(Bytes x, Bytes y) { return _mm512_add_epi16(x, y); }
+  // For short.h, in 16 bits: of 2 x 2 products of codes and digits sums of two.
   using Run = Bytes;
   static Run no_run() { return bytes(0); }
-  static Run first_of_run(Bytes c, Bytes v) { return short_dot(c, v); }
-  static void add_to_run(Run &run, Bytes c, Bytes v) { add_short_dot(run, c, v); }
+  static Run first_of_run(Bytes c, Bytes v) { return _mm512_maddubs_epi16(c, v); }
+  static void add_to_run(Run &run, Bytes c, Bytes v) {
+    // GCC 12 would make the products of many steps first and add them up from the stack.
+    __asm__("vpaddw %1, %0, %0" : "+v"(run) : "v"(first_of_run(c, v)));
+  }
   static Ints end_run(Ints acc, Run run) { return dot_shorts(acc, run, factor(1)); }
   static Ints end_run(Ints acc, Run run, Bytes scale, int j) { return dot_shorts(acc, run, factor(scale, j)); }
+  static Bytes add_shorts(Bytes x, Bytes y) { return _mm512_add_epi16(x, y); }
   // acc[row] += x0 * y0 + x1 * y1 of two 16-bit numbers each.
   static Ints dot_shorts(Ints acc, Bytes x, Bytes y) { return _mm512_add_epi32(acc, _mm512_madd_epi16(x, y)); }
 #endif
   // For group_sums.h. Two 16-bit numbers, for every lane.
   static Bytes two(int32_t both) { return _mm512_set1_epi32(both); }
-  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers; or byte j as the lower one, above which is zero.
+  // Bytes 2 j and 2 j + 1 of each lane, as 16-bit numbers.
   static Bytes two_of(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.pairs[j])); }
-  static Bytes one_of(Bytes v, int j) { return _mm512_shuffle_epi8(v, _mm512_load_si512(SPREAD.ones[j])); }
   // For words.h. Bytes J and J + 2 of each lane as 16-bit numbers, with a sign or without.
   template <int J, bool SIGNS> static Bytes words(Bytes v) {
     if (SIGNS) return _mm512_srai_epi16(J ? v : _mm512_slli_epi16(v, 8), 8);

@@ -6,7 +6,6 @@ struct Isa {
   static constexpr int STEPS = 8;  // of 4 columns, decoded at a time
   static constexpr int TOKENS_AT_ONCE = 1;
   static constexpr bool MATRICES = false;
-  static constexpr bool SHORT_RUNS = false;              // short_many.h
   static constexpr int SHORT_EXACT = 0, SHORT_INT8 = 0;  // tokens that short.h multiplies
   static constexpr int WORDS = 0, WORDS_OF_BYTES = 0;
   static constexpr int STREAMS = 1;   // bands that one token reads at a time

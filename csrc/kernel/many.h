@@ -163,7 +163,7 @@ static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits 
   if constexpr (Isa::FORM != Form::BYTES)
     if (x.parts) return all_bands_many<0, 0>(m, band, bands, x, out, ld);
   if (rows_short(m, band, bands, x, out, ld) || rows_short_many(m, band, bands, x, out, ld)) return;
-  if constexpr (!Isa::SHORT_RUNS) {
+  if constexpr (!Isa::SHORT_SUMS) {
     if (x.seg >= BLOCK && (x.count >= Isa::MANY || (SHORT_FEW && has_short_codes(m.kind)))) {
       if (x.digits == TRILOBITE_INT8) return digits_many<1>(m, band, bands, x, out, ld);
       return digits_many<3>(m, band, bands, x, out, ld);
@@ -179,5 +179,5 @@ static void rows_vectors(const Matrix &m, int64_t band, int bands, const Digits 
   // Others have lowest digits in most columns.
   const int words = a.bytes ? Isa::WORDS_OF_BYTES : Isa::WORDS;
   if (words && a.count >= words && (bf16 || a.two())) return WORDS;
-  return Isa::FORM == Form::SINGLES && many && (a.bytes || !Isa::SHORT_RUNS) ? WHOLE : 0;
+  return Isa::FORM == Form::SINGLES && many && (a.bytes || !Isa::SHORT_SUMS) ? WHOLE : 0;
 }

@@ -76,7 +76,7 @@ template <typename V = Isa> static int64_t spin_shorts(int64_t rounds, int digit
     Isa::Bytes run[CHAINS];
     UNROLL16 for (int i = 0; i < CHAINS; i++) run[i] = Isa::bytes(0);
     for (int step = 0; step < STEPS; step++)
-      UNROLL16 for (int i = 0; i < CHAINS; i++) V::add_short_dot(run[i], codes, Isa::quad(x + 4 * i));
+      UNROLL16 for (int i = 0; i < CHAINS; i++) V::add_to_run(run[i], codes, Isa::quad(x + 4 * i));
     UNROLL16 for (int i = 0; i < CHAINS; i++) a[i] = V::dot_shorts(a[i], run[i], Isa::factor(1));
     hide(x);
   }
@@ -105,7 +105,7 @@ template <Form FORM, typename V = Isa> static int64_t spin_parts(int64_t rounds)
 }
 
 [[maybe_unused]] static int64_t spin(int64_t rounds, int digits) {
-  if constexpr (Isa::SHORT_RUNS) return spin_shorts(rounds, digits);
+  if constexpr (Isa::SHORT_SUMS) return spin_shorts(rounds, digits);
   if constexpr (Isa::FORM == Form::PAIRS)
     if (digits == TRILOBITE_EXACT) return spin_parts<Isa::FORM>(rounds);
   if constexpr (Isa::WORDS > 0)

@@ -30,7 +30,7 @@ static inline void add_run(const uint8_t *codes, const int8_t *q, int64_t digit,
   for (int c = from; c < to; c += HALF) UNROLL for (int i = 0; i < HALF; i += 4) {
       const Isa::Bytes step = Isa::load(codes + (c + i) * ROWS);
       UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++)
-          V::add_short_dot(run[t][d], step, Isa::quad(q + d * digit + t * SEG + c + i));
+          V::add_to_run(run[t][d], step, Isa::quad(q + d * digit + t * SEG + c + i));
     }
 }
 
@@ -76,7 +76,7 @@ template <int NT> static inline Low least_steps(const LowSteps *low) {
 template <typename V = Isa> static inline Isa::Ints sum_low(const uint8_t *codes, const LowSteps &low) {
   Isa::Bytes run = Isa::bytes(0);
   UNROLL for (int i = 0; i < LowSteps::MOST; i++)
-      V::add_short_dot(run, Isa::load(codes + low.step[i] * 64), Isa::quad(low.four[i]));
+      V::add_to_run(run, Isa::load(codes + low.step[i] * 64), Isa::quad(low.four[i]));
   return V::dot_shorts(Isa::zero(), run, Isa::factor(1));
 }
 
@@ -166,7 +166,7 @@ static void short_many(const Matrix &m, int64_t band, int bands, const Digits &x
 
 // Whether it was done here: digits in segments of 32 or 64 columns. Codes of an expanded V are bytes, but may have 3 bits.
 static bool rows_short_many(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
-  if constexpr (Isa::SHORT_RUNS) {
+  if constexpr (Isa::SHORT_SUMS) {
     const int bits = m.kind == 8 ? m.bits : code_bits(m.kind);
     // Two tokens of one digit multiply bytes as fast as memory gives them without being halved (rows.h).
     if (x.count == 1 || x.seg < BLOCK || (bits == 8 && x.count * x.digits == 2)) return false;
@@ -175,5 +175,5 @@ static bool rows_short_many(const Matrix &m, int64_t band, int bands, const Digi
     else if (bits < 4) short_many<3>(m, band, bands, x, out, ld);
     else short_many<4>(m, band, bands, x, out, ld);
   }
-  return Isa::SHORT_RUNS;
+  return Isa::SHORT_SUMS;
 }
