@@ -195,7 +195,7 @@ def attend_natively(model: PreTrainedModel) -> None:
         model.set_attn_implementation(WITH_SINKS)
 
 
-SINKS = ("gpt_oss",)
+SINKS = ("flint", "gpt_oss", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Architectures whose attention is torch's but for sinks."""
 AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -4,10 +4,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedConfig
+from transformers import cache_utils as theirs
 
-LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+from trilobite.runtime.step.states import states_of
+
+ROWS = (theirs.DynamicLayer, theirs.DynamicSlidingWindowLayer)
+BOTH = (
+    theirs.LinearAttentionAndFullAttentionLayer,
+    theirs.LinearAttentionAndSlidingWindowAttentionLayer,
+)
+STATES = (theirs.LinearAttentionLayer, *BOTH)
+LAYERS = (*ROWS, *STATES, theirs.DummyLayer)
+"""Of caches: keys and values of each token, states of a fixed size, both, and nothing."""
 
 
 def is_step_in_pages(kwargs: dict[str, Any]) -> bool:
@@ -34,11 +43,25 @@ def undisturbed() -> bool:
 
 
 def grows(cache: DynamicCache) -> bool:
-    """Whether every layer of a cache holds keys and values of some tokens, and of nothing else."""
+    """Whether every layer of a cache holds keys and values of some tokens, or states, and nothing else."""
     layers = cache.layers
     return (
-        bool(layers) and not cache.offloading and all(type(x) in LAYERS and x.is_initialized for x in layers)
+        not cache.offloading
+        and any(type(x) in (*ROWS, *BOTH) for x in layers)
+        and all(type(x) in LAYERS and _begun(x) for x in layers)
     )
+
+
+def _begun(layer: Any) -> bool:
+    """Whether a layer of the cache has met the text, and keeps no more of it than a step needs."""
+    kind = type(layer)
+    states = kind not in STATES or (not layer.record_past and all(layer.has_previous_state.values()))
+    return states and (kind is theirs.LinearAttentionLayer or bool(layer.is_initialized))
+
+
+def strange_layers(config: PreTrainedConfig) -> list[str]:
+    """Kinds of layers in a model's cache that are none of LAYERS."""
+    return sorted({type(x).__name__ for x in DynamicCache(config=config).layers if type(x) not in LAYERS})
 
 
 def follows(length: int, mask: Tensor | None, position: Tensor | None) -> bool:
@@ -52,15 +75,30 @@ class Kept:
     """What a cache holds, to go back to."""
 
     def __init__(self, cache: DynamicCache) -> None:
-        """Its tensors, which are never changed in place."""
-        self.layers = [(x, x.keys, x.values, getattr(x, "cumulative_length", None)) for x in cache.layers]
+        """Tensors of rows, which are never changed in place, and copies of states, which are."""
+        rows = ("keys", "values", "cumulative_length")
+        self.layers = [
+            (x, {name: getattr(x, name) for name in rows if hasattr(x, name)}) for x in cache.layers
+        ]
+        self.states = [{key: (t, t.clone()) for key, t in states_of(x).items()} for x in cache.layers]
 
     def restore(self) -> None:
         """Go back."""
-        for layer, keys, values, length in self.layers:
-            layer.keys, layer.values = keys, values
-            if length is not None:
-                layer.cumulative_length = length
+        for (layer, held), states in zip(self.layers, self.states, strict=True):
+            vars(layer).update(held)
+            for (kind, i), (t, copy) in states.items():
+                getattr(layer, kind)[i] = t.copy_(copy)
+
+    def same_as(self, cache: DynamicCache) -> bool:
+        """Whether a cache holds the same bits now."""
+        layers = zip(self.layers, self.states, cache.layers, strict=True)
+        for (_, held), states, layer in layers:
+            now = states_of(layer)
+            pairs = [(t, getattr(layer, name)) for name, t in held.items() if isinstance(t, Tensor)]
+            pairs += [(copy, now[key]) for key, (_, copy) in states.items()]
+            if not all(same_bits(a, b) for a, b in pairs):
+                return False
+        return True
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

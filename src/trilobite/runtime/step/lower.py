@@ -19,10 +19,10 @@ from trilobite.runtime.modules.residence import AsStored
 from trilobite.runtime.step.conditions import same_bits
 from trilobite.runtime.step.rows import Rows
 from trilobite.runtime.step.small import small_nodes
+from trilobite.runtime.step.states import States
 from trilobite.runtime.step.trace import (
     Node,
     Trace,
-    Unsuited,
     arguments,
     changed,
     is_view,
@@ -30,6 +30,7 @@ from trilobite.runtime.step.trace import (
     storage,
     tensors_in,
 )
+from trilobite.runtime.step.unsuited import Unsuited
 
 ALIGNMENT = 64
 Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -64,7 +65,7 @@ def _read_by_matrix(node: Node) -> tuple[int, int, torch.Size] | None:
 class Lowered:
     """A step that runs: `steps` one after the other, on the places of `inputs`, then `logits` is there.
 
-    words: the same memory as `inputs`    rows: of the cache's layers
+    words: the same memory as `inputs`    rows, states: of the cache's layers
     fixed: tensors of the model that places or results depend on
     """
 
@@ -73,6 +74,7 @@ class Lowered:
     words: tuple[c_int64, c_int64]
     logits: Tensor
     rows: dict[int, Rows]
+    states: dict[int, States]
     fixed: list[Tensor]
     natives: int
     keep: list[Any] = field(default_factory=list)
@@ -91,10 +93,17 @@ class Lowering:
         self.natives = 0
         self.rows: dict[int, Rows] = {}
         self.fixed: dict[int, Tensor] = {}
-        self.given = {storage(t): i for i, t in enumerate(trace.inputs)}
-        self.widths = {n.what: n.args[0].shape[3] for n in trace.nodes if n.kind == "attend"}
+        self.states = {key: _like(t) for key, t in trace.states.items()}
+        pairs = [*zip(trace.inputs, self.inputs, strict=True)]
+        pairs += [(t, self.states[key]) for key, t in trace.states.items()]
+        self.given = {storage(t): place for t, place in pairs}
+        if len(self.given) < len(pairs):
+            raise Unsuited("states of its cache share memory")
+        attending = [n for n in trace.nodes if n.kind == "attend"]
+        self.widths = {n.what: n.args[0].shape[3] for n in attending}
+        self.chunks = {n.what: n.kwargs["chunk"] for n in attending}
         self._fold()
-        nodes = side_by_side(live(self.running, logits))
+        nodes = side_by_side(live(self.running, [logits, *trace.states.values()]))
         self.places = self._arrange(nodes, storage(logits))
         for node in nodes:
             self._emit(node)
@@ -116,9 +125,9 @@ class Lowering:
                 for t in tensors_in((node.args, node.kwargs)):
                     self.fixed[id(t)] = t
                 continue
-            if {storage(t) for t in changed(node)} - self.made:
+            if {storage(t) for t in changed(node)} - self.made - self.given.keys():
                 raise Unsuited(f"{node.what} changes a tensor of the model")
-            self.made |= outputs
+            self.made |= outputs - self.given.keys()
             self.running.append(node)
 
     def _arrange(self, nodes: list[Node], logits: int) -> dict[int, int]:
@@ -161,13 +170,11 @@ class Lowering:
         """Where a recorded tensor lies when the step runs again."""
         key = storage(t)
         if key in self.given:
-            base = self.inputs[self.given[key]]
-            return base.as_strided(t.shape, t.stride(), t.storage_offset())
+            return _seen_as(self.given[key], t)
         if key not in self.made:
             return t
         start = (self.places[key] + self.memory.storage_offset()) // t.element_size()
-        whole = torch.empty(0, dtype=t.dtype).set_(self.memory.untyped_storage())
-        return whole.as_strided(t.shape, t.stride(), start + t.storage_offset())
+        return _seen_as(self.memory, t, start)
 
     def placed(self, value: Any) -> Any:
         """Arguments on the places of their tensors."""
@@ -178,6 +185,13 @@ class Lowering:
         if isinstance(value, dict):
             return {k: self.placed(v) for k, v in value.items()}
         return value
+
+    def states_by_layer(self) -> dict[int, dict[tuple[str, int], Tensor]]:
+        """The places of states, by layer of the cache, and by kind and number there."""
+        found: dict[int, dict[tuple[str, int], Tensor]] = {}
+        for (layer, kind, i), place in self.states.items():
+            found.setdefault(layer, {})[kind, i] = place
+        return found
 
     def _emit(self, node: Node) -> None:
         nodes = getattr(self, f"_{node.kind}")(node)
@@ -242,7 +256,8 @@ class Lowering:
             raise Unsuited("it writes to a layer of the cache twice")
         (heads, width), beside = (key.shape[1], key.shape[3]), value.shape[3]
         joined = self.widths.get(layer) == width + beside
-        rows = self.rows[layer] = Rows(heads, width, beside, key.dtype, joined=joined)
+        chunk = self.chunks.get(layer)
+        rows = self.rows[layer] = Rows(heads, width, beside, key.dtype, joined=joined, chunk=chunk)
         if not joined:
             return [ops.step.append_row(key[0, :, 0], value[0, :, 0], rows.native)]
         row = torch.empty(heads, width + beside, dtype=key.dtype)
@@ -285,6 +300,17 @@ class _Copied:
             place.copy_(t)
 
 
+def _like(t: Tensor) -> Tensor:
+    """The same tensor in memory of its own."""
+    return _seen_as(torch.zeros(t.untyped_storage().nbytes(), dtype=torch.uint8), t)
+
+
+def _seen_as(memory: Tensor, t: Tensor, start: int = 0) -> Tensor:
+    """A tensor as `t` lies in its storage, but in that of another, from such an element on."""
+    whole = torch.empty(0, dtype=t.dtype).set_(memory.untyped_storage())
+    return whole.as_strided(t.shape, t.stride(), start + t.storage_offset())
+
+
 def _into(node: Node) -> Callable[..., Any] | None:
     """torch's function for an operator, which takes `out=`; None where there is none with the same results.
 
@@ -323,6 +349,7 @@ def lower(trace: Trace, logits: Tensor) -> Lowered:
         ),
         logits=made.logits,
         rows=made.rows,
+        states={at: States(places) for at, places in made.states_by_layer().items()},
         fixed=list(made.fixed.values()),
         natives=made.natives,
         keep=made.keep,

@@ -25,9 +25,18 @@ from trilobite.kernels import ops
 from trilobite.runtime.attention import ATTENTION, WITH_SINKS
 from trilobite.runtime.cache_name import CACHE, OLD
 from trilobite.runtime.modules.residence import AsStored, PackedModule
-from trilobite.runtime.step.conditions import Kept, follows, grows, is_step_in_pages, same_bits, undisturbed
+from trilobite.runtime.step.conditions import (
+    Kept,
+    follows,
+    grows,
+    is_step_in_pages,
+    same_bits,
+    strange_layers,
+    undisturbed,
+)
 from trilobite.runtime.step.lower import Lowered, lower
-from trilobite.runtime.step.trace import NotNow, Trace, Unsuited, differ, record
+from trilobite.runtime.step.trace import Trace, differ, record
+from trilobite.runtime.step.unsuited import NotNow, Unsuited
 from trilobite.runtime.step.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -99,8 +108,8 @@ class Step:
         if OLD in kwargs and CACHE not in kwargs:
             kwargs[CACHE] = kwargs.pop(OLD)
         named = {"input_ids": args[0], **kwargs} if len(args) == 1 and "input_ids" not in kwargs else kwargs
-        if not self.looked and type(named.get(CACHE)) is DynamicCache and undisturbed():
-            self._look()
+        if not self.looked and named.get(CACHE) is not None and undisturbed() and _is_one_text(named):
+            self._look(named[CACHE])
         run = self._way(named) if (self.why is None or self.wait) and len(args) < 2 else None
         if run is not None and self.lock.acquire(blocking=False):
             try:
@@ -155,13 +164,18 @@ class Step:
     def _caches(self, asked: bool | None) -> bool:
         return bool(self.model.config.use_cache if asked is None else asked)
 
-    def _look(self) -> None:
-        """Before the first token of a text, say what there is to say of the model."""
+    def _look(self, cache: Any) -> None:
+        """Before the first token of a text, say what there is to say of the model, or of a cache of another kind."""
         self.looked = True
         try:
             self._check_model()
+            if type(cache) is not DynamicCache:
+                self._say(logging.WARNING, f"its cache is a {type(cache).__name__}")
         except Unsuited as e:
             self._fall_back(e)
+
+    def _say(self, level: int, why: str) -> None:
+        log.log(level, "%s: steps run as transformers runs them: %s", type(self.model).__name__, why)
 
     def _fall_back(self, e: Unsuited) -> None:
         """Leave steps to the model: for some of them, or, where it is the model's nature or goes on, for good."""
@@ -169,8 +183,7 @@ class Step:
         waits = WAITS[self.failures : self.failures + 1] if isinstance(e, NotNow) else ()
         self.failures += 1
         self.why, self.wait = str(e), sum(waits)
-        level = logging.INFO if waits else logging.WARNING
-        log.log(level, "%s: steps run as transformers runs them: %s", type(self.model).__name__, e)
+        self._say(logging.INFO if waits else logging.WARNING, str(e))
 
     def _step(self, kwargs: dict[str, Any]) -> Any:
         if self.wait:
@@ -218,6 +231,9 @@ class Step:
         config = self.model.config
         if config.is_encoder_decoder:
             raise Unsuited("it is an encoder and a decoder")
+        strange = strange_layers(config)
+        if strange:
+            raise Unsuited(f"its cache has layers that are {', '.join(strange)}")
         if config.get_text_config()._attn_implementation not in (ATTENTION, WITH_SINKS):
             raise Unsuited(
                 f"its attention is {config.get_text_config()._attn_implementation!r}, not the engine's"
@@ -227,8 +243,6 @@ class Step:
             r is None or isinstance(r, AsStored) for r in packed
         ):  # a copy has none before its first call
             raise Unsuited("its experts stream, or lie elsewhere")
-        if getattr(config.get_text_config(), "attention_chunk_size", None):
-            raise Unsuited("it attends in chunks")
 
     def _check_state(self, cache: DynamicCache) -> None:
         """Raises NotNow for what a model is at this moment, and for caches that are not its own."""
@@ -281,6 +295,8 @@ class Step:
         at = cache.get_seq_length()
         for i, rows in ready.rows.items():
             rows.follow(layers[i])
+        for i, states in ready.states.items():
+            states.follow(layers[i])
         logits = self._run_list(ready, int(ids), at)
         for i, rows in ready.rows.items():
             rows.advance(layers[i])
@@ -304,6 +320,8 @@ class Step:
             return self._forward(**kwargs)
         pages = [pages_of(kwargs, i) for i in ready.rows]
         try:
+            if ready.states:
+                raise Unsuited("its cache holds more than keys and values")
             for rows, found in zip(ready.rows.values(), pages, strict=True):
                 if found is None:
                     return self._forward(**kwargs)
@@ -337,18 +355,21 @@ class Step:
         except BaseException as e:
             kept.restore()
             raise _unsuited(e) from e
-        same_rows = all(
-            same_bits(keys, x.keys) and same_bits(values, x.values) for x, keys, values, _ in after.layers
-        )
         if not same_bits(expected.logits, logits):
             kept.restore()
             raise Unsuited("its logits are other ones")
-        if not same_rows:
+        if not after.same_as(cache):
             kept.restore()
-            raise Unsuited("its keys and values are other ones")
+            raise Unsuited("what it keeps in its cache is something else")
         self.compared += 1
         self.failures = 0
         return self._output(logits=logits, **{CACHE: cache})
+
+
+def _is_one_text(kwargs: dict[str, Any]) -> bool:
+    """Whether a model's forward is asked for one text, of which a decoder writes tokens."""
+    ids: Any = kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
+    return isinstance(ids, Tensor) and ids.dim() == 2 and len(ids) == 1
 
 
 def _unsuited(e: BaseException) -> BaseException:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trilobite.kernels import ops
-from trilobite.runtime.step.trace import NotNow, Unsuited
+from trilobite.runtime.step.unsuited import NotNow, Unsuited
 
 ROOM = 64
 """Least rows of room for more; or a fourth of those that are there."""
@@ -23,14 +23,22 @@ class Rows:
     """
 
     def __init__(
-        self, heads: int, width: int, value_width: int, dtype: torch.dtype, *, joined: bool = False
+        self,
+        heads: int,
+        width: int,
+        value_width: int,
+        dtype: torch.dtype,
+        *,
+        joined: bool = False,
+        chunk: int | None = None,
     ) -> None:
         """Empty. width, value_width: of keys and of values, the narrower of which are filled up with zeros.
 
         joined: the layer holds latents and rotated keys, which lie side by side and are read as keys and as values
+        chunk: tokens of a chunk of the text, where a token looks at those of its own alone
         """
         self.heads, self.width, self.value_width, self.dtype = heads, width, value_width, dtype
-        self.joined = joined
+        self.joined, self.chunk = joined, chunk
         self.native = ops.StepCache()
         self.views: tuple[Tensor, Tensor] | None = None
         self.ahead: list[tuple[Tensor, Tensor]] = []
@@ -45,7 +53,10 @@ class Rows:
             or native.end >= native.capacity
         ):
             self._copy(layer)
-        native.first = max(0, native.end + 1 - layer.sliding_window) if layer.is_sliding else 0
+        if self.chunk is not None:
+            native.first = native.end - layer.get_seq_length() % self.chunk
+        else:
+            native.first = max(0, native.end + 1 - layer.sliding_window) if layer.is_sliding else 0
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -98,6 +109,8 @@ class Rows:
         """
         if self.joined:
             raise Unsuited("its pages hold keys and values, where its own cache holds latents")
+        if self.chunk is not None:
+            raise Unsuited("it attends in chunks")
         shape = keys.shape[0], self.heads, self.width
         for t in (keys, values):
             if t.shape != shape or t.dtype != self.dtype or not t.is_contiguous() or not t.is_cpu:

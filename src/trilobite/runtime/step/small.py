@@ -100,6 +100,16 @@ def _pick(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     return _one(ops.step.pick(out, x, index))
 
 
+def _index(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    """Numbers of a table at places: `table[places]`."""
+    table, (places, *others) = args
+    if others or places is None or table.dim() != 1 or places.dtype != torch.int64:
+        return None
+    if not (out.is_contiguous() and places.is_contiguous()) or _lies_across(out, table, places):
+        return None
+    return _one(ops.step.pick(out.view(1, -1), table[None], places.view(1, -1)))
+
+
 def _scatter(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     x, dim, index, number = args
     last = dim in (-1, x.dim() - 1) and not _lies_across(out, index)
@@ -145,10 +155,11 @@ def _unary(kind: Kind) -> Callable[..., Nodes]:
     return nodes
 
 
-def _square(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
-    if args[1] != 2 or args[0].dtype != torch.float32:
+def _power(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    kind = {2: Kind.SQUARE, -0.5: Kind.RSQRT}.get(args[1])
+    if kind is None or args[0].dtype != torch.float32:
         return None
-    return _unary(Kind.SQUARE)(out, args, kwargs)
+    return _unary(kind)(out, args, kwargs)
 
 
 def _rsqrt(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
@@ -211,9 +222,10 @@ _OPERATORS: dict[Any, Callable[..., Nodes]] = {
     aten.bitwise_not.default: _not,
     aten.masked_fill.Scalar: _fill,
     aten.gather.default: _pick,
+    aten.index.Tensor: _index,
     aten.scatter_.value: _scatter,
     aten.neg.default: _unary(Kind.NEGATE),
-    aten.pow.Tensor_Scalar: _square,
+    aten.pow.Tensor_Scalar: _power,
     aten.rsqrt.default: _rsqrt,
     aten.mean.dim: _sum(mean=True),
     aten.sum.dim_IntList: _sum(mean=False),

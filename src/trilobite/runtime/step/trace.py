@@ -14,18 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from trilobite.errors import TrilobiteError
 from trilobite.runtime import attention as attention_of_models
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.modules.residence import PackedModule
-
-
-class Unsuited(TrilobiteError):
-    """A step that cannot be replayed, and why; never leaves this room."""
-
-
-class NotNow(Unsuited):
-    """One that cannot where others of the same model may: a hook, another cache, memory that ended."""
+from trilobite.runtime.step.states import states_of
+from trilobite.runtime.step.unsuited import Unsuited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +39,14 @@ class Node:
 class Trace:
     """A step. inputs: the token's id and its position, int64 [1, 1]    result: what the model returned
 
+    position: the second input as a number, []
+    states: of layers of the cache, tensors of a fixed size that the step reads and changes
     called: the modules that ran
     """
 
     inputs: tuple[Tensor, Tensor]
+    position: Tensor
+    states: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     called: list[nn.Module] = field(default_factory=list)
     result: Any = None
@@ -92,9 +89,9 @@ def arguments(node: Node) -> dict[str, Any]:
     return {k: v for k, v in node.kwargs.items() if k != "rows"}
 
 
-def live(nodes: list[Node], wanted: Tensor) -> list[Node]:
-    """Those on which a tensor depends, or the cache."""
-    needed, found = {storage(wanted)}, []
+def live(nodes: list[Node], wanted: list[Tensor]) -> list[Node]:
+    """Those on which tensors depend, or rows of the cache."""
+    needed, found = set(map(storage, wanted)), []
     for node in reversed(nodes):
         if node.kind == "append" or {storage(t) for t in (*node.outputs, *changed(node))} & needed:
             found.append(node)
@@ -111,6 +108,13 @@ REFUSED = (
     (torch.Tag.dynamic_output_shape, "has shapes that depend on values"),
     (torch.Tag.nondeterministic_seeded, "draws random numbers"),
 )
+
+
+def _picks_by_number(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this is an index by numbers of rows, whose result is as large as they are many; masks have other ones."""
+    if operator != torch.ops.aten.index.Tensor:
+        return False
+    return all(t is None or t.dtype == torch.int64 for t in args[1])
 
 
 class _NoReads(TorchFunctionMode):
@@ -132,21 +136,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace, self.quiet, self.owner = trace, 0, threading.get_ident()
+        self.at = int(trace.position)
         self.rows: dict[int, int] = {}
         """Layer of the cache by id of a tensor of all its keys, or of all its values."""
+        self.chunks: dict[int, int] = {}
+        """Of layers whose tokens look at those of their chunk alone, how many it has."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self.quiet:
             for tag, why in REFUSED:
-                if tag in func.tags:
+                if tag in func.tags and not _picks_by_number(func, args):
                     raise Unsuited(f"{func} {why}")
             outputs = result if isinstance(result, tuple | list) else (result,)
             if any(o is not None and type(o) is not Tensor for o in outputs):
                 raise Unsuited(f"{func} returns a {type(result).__name__}")
+            args = self._with_position(func, args)
             self.note("torch", func, args, kwargs, tuple(o for o in outputs if o is not None))
         return result
+
+    def _with_position(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments; of `torch.arange(n) + past`, as models count tokens, the position in the place of its value."""
+        if func == torch.ops.aten.add.Tensor and args[0].dtype == torch.int64 and type(args[1]) is int:
+            return (args[0], self.trace.position) if args[1] == self.at else args
+        return args
 
     def note(self, kind: str, what: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...]) -> None:
         args = tuple(list(a) if isinstance(a, list) else a for a in args)
@@ -200,10 +214,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layer = self.rows.get(id(key))
         if layer is None or layer != self.rows.get(id(value)):
             raise Unsuited("it attends to more, or less, than what the cache holds")
+        chunk, length = self.chunks.get(layer), key.shape[2]
         with self.silence():
-            if mask is not None and not bool(mask[..., : key.shape[2]].all()):
+            skipped = 0 if chunk is None else max(0, length - 1 - self.at % chunk)
+            seen = mask if mask is not None else torch.ones(length, dtype=torch.bool)
+            if bool(seen[..., :skipped].any()) or not bool(seen[..., skipped:length].all()):
                 raise Unsuited("its attention skips rows of the cache")
-        noted = {"scale": kwargs.get("scaling"), "window": kwargs.get("sliding_window")}
+        noted = {"scale": kwargs.get("scaling"), "window": kwargs.get("sliding_window"), "chunk": chunk}
         noted["sinks"] = kwargs.get("s_aux")
         if "latents" in kwargs:
             noted["weights"] = kwargs["latents"].weights
@@ -229,9 +246,10 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
     Raises Unsuited for what a list cannot say; then the cache may hold rows of this step already.
     """
     ids, positions = (arguments[name].clone() for name in ("input_ids", "position_ids"))
-    trace = Trace(inputs=(ids, positions))
-    recorder = _Recorder(trace)
     cache = arguments[CACHE]
+    trace = Trace(inputs=(ids, positions), position=positions.view(()), states=_plain_states(cache))
+    recorder = _Recorder(trace)
+    recorder.chunks = _chunks(model.config.get_text_config())
     packed = [m for m in model.modules() if isinstance(m, PackedModule)]
     with ExitStack() as stack:
         for module in packed:
@@ -244,17 +262,40 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
         stack.enter_context(recorder)
         stack.enter_context(_NoReads(recorder))
         trace.result = forward(**{**arguments, "input_ids": ids, "position_ids": positions})
+    now = _states(cache)
+    if any(now[key] is not t for key, t in trace.states.items()):
+        raise Unsuited("it puts other states in the place of its cache's")
     return trace
+
+
+def _chunks(config: Any) -> dict[int, int]:
+    """Tokens of a chunk, by layer of those that attend in chunks."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return {at: config.attention_chunk_size for at, kind in enumerate(kinds) if kind == "chunked_attention"}
+
+
+def _plain_states(cache: Any) -> dict[tuple[int, str, int], Tensor]:
+    """Those of all layers of a cache, after such as only inference mode may change got copies in their places."""
+    for (at, kind, i), t in _states(cache).items():
+        if t.is_inference():
+            getattr(cache.layers[at], kind)[i] = t.clone()
+    return _states(cache)
+
+
+def _states(cache: Any) -> dict[tuple[int, str, int], Tensor]:
+    """Of all layers of a cache."""
+    return {(at, *key): t for at, layer in enumerate(cache.layers) for key, t in states_of(layer).items()}
 
 
 def differ(one: Trace, other: Trace) -> str | None:
     """Why two steps, at different positions, are not the same but for their inputs; None where they are."""
-    ways = live(one.nodes, one.result.logits), live(other.nodes, other.result.logits)
-    if len(ways[0]) != len(ways[1]):
+    ways = [live(t.nodes, [t.result.logits, *t.states.values()]) for t in (one, other)]
+    if len(ways[0]) != len(ways[1]) or one.states.keys() != other.states.keys():
         return "it does different things at different positions"
     names: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
     for trace, known in zip((one, other), names, strict=True):
-        known.update({id(t): ("input", i) for i, t in enumerate(trace.inputs)})
+        known.update({id(t): ("input", i) for i, t in enumerate((*trace.inputs, trace.position))})
+        known.update({id(t): ("state", key) for key, t in trace.states.items()})
     for at, (a, b) in enumerate(zip(*ways, strict=True)):
         sizes = [[(o.shape, o.stride(), o.storage_offset(), o.dtype) for o in n.outputs] for n in (a, b)]
         if a.kind != b.kind or a.what != b.what or (sizes[0] != sizes[1]):

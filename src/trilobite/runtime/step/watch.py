@@ -46,7 +46,7 @@ class Watch:
         _Registrations.count_on()
         self.model, self.fixed = model, fixed
         modules = list(dict.fromkeys(called))
-        self.own = [m.__dict__ for m in modules if m is not model]
+        self.own = [(m.__dict__, m.training) for m in modules if m is not model]
         packed = [m for m in modules if isinstance(m, PackedModule)]
         self.packed = [
             (m.__dict__, m.residence, m.residence.binding) for m in packed if m.residence is not None
@@ -80,8 +80,8 @@ class Watch:
         if seen != self.seen and not self._holds_all():
             return False
         self.seen = seen
-        for own in self.own:
-            if "forward" in own or own["training"]:
+        for own, training in self.own:
+            if "forward" in own or own["training"] != training:
                 return False
         for own, residence, binding in self.packed:
             if own["residence"] is not residence or residence.binding is not binding:
