@@ -115,6 +115,30 @@ int trilobite_dense(const trilobite_dense_args *args) {
   });
 }
 
+int trilobite_convolve(const trilobite_convolution_args *args) {
+  return guarded([&] {
+    trilobite_convolution_args a = *args;
+    a.threads = threads_of(a.threads);
+    return check_convolution(a) && (convolve(a), true);
+  });
+}
+
+int trilobite_delta(const trilobite_delta_args *args) {
+  return guarded([&] {
+    trilobite_delta_args a = *args;
+    a.threads = threads_of(a.threads);
+    return check_delta(a) && (delta(a), true);
+  });
+}
+
+int trilobite_scan(const trilobite_scan_args *args) {
+  return guarded([&] {
+    trilobite_scan_args a = *args;
+    a.threads = threads_of(a.threads);
+    return check_scan(a) && (scan(a), true);
+  });
+}
+
 int trilobite_quantize(const trilobite_quantize_args *args) {
   return guarded([&] {
     trilobite_quantize_args a = *args;

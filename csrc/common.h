@@ -15,6 +15,7 @@ constexpr int ROWS = 16;   // rows of a tile: one per 32-bit lane
 constexpr int BLOCK = 32;  // columns of a block of codes
 constexpr int HALF = 16;   // columns of the smallest group: half a block, which is whole planes unless codes have 3 bits
 constexpr int64_t SHORT_ROW = 8;  // values of a row of a softmax of 16 bits
+constexpr int64_t MOST_TAPS = 8;  // inputs of a channel that a convolution along the text has
 constexpr int UNIT = 64;          // rows of a unit of work: four bands, one group of a compensator
 constexpr int UNIT_BANDS = UNIT / ROWS;
 constexpr int SPAN = 256;     // columns of a row under one super-scale
@@ -196,6 +197,10 @@ struct Tier {
   // out [tokens, ld] = rows [row, row + rows) of a dense matrix [.., k] of dtype times x [tokens, k] of fp32.
   void (*dense)(const void *w, int dtype, int64_t row, int64_t rows, int64_t k, const float *x, int64_t tokens,
                 float *out, int64_t ld);
+  // Of layers with a state: channels [first, first + count); one head, the scratch is what states.cpp gives.
+  void (*convolve)(const trilobite_convolution_args &a, int64_t first, int64_t count);
+  void (*delta)(const trilobite_delta_args &a, int64_t head, float *scratch);
+  void (*scan)(const trilobite_scan_args &a, int64_t head, float *scratch);
   // fp32 -> dtype.
   void (*store)(const float *x, int64_t count, void *y, int dtype);
   // Small operators of a step: element by element, and of rows.

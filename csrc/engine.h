@@ -53,6 +53,16 @@ inline bool dense_fits(int64_t heads, int64_t tokens, int64_t n, int64_t k) {
 // False after leaving a message: sizes out of range.
 bool dense(const trilobite_dense_args &a);
 
+// False after leaving a message: sizes out of range, or types that no layer with a state has.
+bool check_convolution(const trilobite_convolution_args &a);
+bool check_delta(const trilobite_delta_args &a);
+bool check_scan(const trilobite_scan_args &a);
+
+// After these checks.
+void convolve(const trilobite_convolution_args &a);
+void delta(const trilobite_delta_args &a);
+void scan(const trilobite_scan_args &a);
+
 // False after leaving a message: shapes or bits that no format has.
 bool quantize(const trilobite_quantize_args &a);
 bool feed_back(const trilobite_feedback_args &a);

@@ -168,6 +168,50 @@ bool fuzz_dense() {
   });
 }
 
+// Results and states of one token, of each of the layers that keep some.
+bool fuzz_convolution() {
+  const int64_t channels = pick(1, 300), taps = pick(1, 9);
+  const auto x = activations(channels), w = activations(channels * taps), bias = activations(channels);
+  const auto before = activations(channels * taps);
+  trilobite_convolution_args a{};
+  a.x = x.data(), a.w = w.data(), a.bias = pick(0, 1) ? bias.data() : nullptr;
+  a.channels = channels, a.taps = taps, a.silu = pick(0, 1), a.threads = pick(1, 3);
+  return agree("convolution", channels * (taps + 1), 1e-5, [&](float *y) {
+    a.y = y, a.state = memcpy(y + channels, before.data(), before.size() * 4);
+    return trilobite_convolve(&a);
+  });
+}
+
+bool fuzz_delta() {
+  const int64_t keys = pick(1, 3), heads = keys * pick(1, 3), width = pick(1, 70), columns = 16 * pick(1, 10);
+  const auto q = activations(keys * width), k = activations(keys * width), v = activations(heads * columns);
+  const auto decay = activations(heads * width), beta = activations(heads);
+  const auto before = activations(heads * width * columns);
+  trilobite_delta_args a{};
+  a.q = q.data(), a.k = k.data(), a.v = v.data(), a.decay = decay.data(), a.beta = beta.data();
+  a.heads = heads, a.key_heads = keys, a.width = width, a.value_width = columns;
+  a.wide_decay = pick(0, 1), a.normed = pick(0, 3) != 0, a.threads = pick(1, 3);
+  return agree("delta rule", heads * columns * (width + 1), 1e-4, [&](float *y) {
+    a.y = y, a.state = (float *)memcpy(y + heads * columns, before.data(), before.size() * 4);
+    return trilobite_delta(&a);
+  });
+}
+
+bool fuzz_scan() {
+  const int64_t groups = pick(1, 3), heads = groups * pick(1, 3), width = pick(1, 40), size = 16 * pick(1, 9);
+  const auto x = activations(heads * width), b = activations(groups * size), c = activations(groups * size);
+  const auto step = activations(heads), decay = activations(heads), skip = activations(heads);
+  const auto before = activations(heads * width * size);
+  trilobite_scan_args a{};
+  a.x = x.data(), a.b = b.data(), a.c = c.data(), a.step = step.data(), a.decay = decay.data();
+  a.skip = pick(0, 1) ? skip.data() : nullptr;
+  a.heads = heads, a.groups = groups, a.width = width, a.size = size, a.threads = pick(1, 3);
+  return agree("state space", heads * width * (size + 1), 1e-5, [&](float *y) {
+    a.y = y, a.state = (float *)memcpy(y + heads * width, before.data(), before.size() * 4);
+    return trilobite_scan(&a);
+  });
+}
+
 // Vectors of any numbers, damaged ones too: codes are those of points.
 bool fuzz_nearest() {
   const int64_t count = pick(0, 60), bits = pick(1, 4);
@@ -193,7 +237,8 @@ int main(int argc, char **argv) {
   g_random.seed(argc > 2 ? atoi(argv[2]) : 1);
   for (int i = 0; i < rounds; i++)
     if (!fuzz_linear() || !fuzz_together() || !fuzz_lattice() || !fuzz_experts(false) || !fuzz_experts(true) ||
-        !fuzz_attention() || !fuzz_dense() || !fuzz_nearest() || !fuzz_step()) {
+        !fuzz_attention() || !fuzz_dense() || !fuzz_convolution() || !fuzz_delta() || !fuzz_scan() || !fuzz_nearest() ||
+        !fuzz_step()) {
       printf("failed in round %d\n", i);
       return 1;
     }

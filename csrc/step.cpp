@@ -88,6 +88,12 @@ int experts(const trilobite_step_node &n, int64_t threads) {
   return trilobite_experts(&a);
 }
 
+template <typename Args> int with_state(const trilobite_step_node &n, int64_t threads, int (*run)(const Args *)) {
+  Args a = *(const Args *)n.call;
+  a.threads = n.threads ? n.threads : threads;
+  return run(&a);
+}
+
 int append(const trilobite_step_node &n) {
   auto &cache = *(trilobite_step_cache *)n.call;
   if (cache.end < 0 || cache.end >= cache.capacity) return refuse("row", cache.end, cache.capacity);
@@ -141,6 +147,9 @@ int run(const trilobite_step_node &n, int64_t threads) {
     case TRILOBITE_APPEND: return append(n);
     case TRILOBITE_ATTEND: return attend(n, threads);
     case TRILOBITE_DENSE: return dense(n, threads);
+    case TRILOBITE_CONVOLVE: return with_state(n, threads, trilobite_convolve);
+    case TRILOBITE_DELTA: return with_state(n, threads, trilobite_delta);
+    case TRILOBITE_SCAN: return with_state(n, threads, trilobite_scan);
     default: return tier().map(n), 0;
   }
 }

@@ -154,6 +154,11 @@ bool check_calls(const Node &n) {
   return check_experts(*(const trilobite_experts_args *)n.call);
 }
 
+template <typename Args> bool check_state(const Node &n, bool (*check)(const Args &)) {
+  if (n.call == nullptr) return fail("state: no arguments");
+  return check(*(const Args *)n.call);
+}
+
 bool check_append(const Node &n) {
   const int64_t heads = n.shape[2], width = n.shape[3];
   if (n.call == nullptr || heads < 1 || n.lanes < 1 || n.lanes > width || n.a.dtype != n.b.dtype || n.a.stride[3] != 1 ||
@@ -207,6 +212,9 @@ bool check(const Node &n) {
     case TRILOBITE_APPEND: return check_append(n);
     case TRILOBITE_ATTEND: return check_attend(n);
     case TRILOBITE_DENSE: return check_dense(n);
+    case TRILOBITE_CONVOLVE: return check_state(n, check_convolution);
+    case TRILOBITE_DELTA: return check_state(n, check_delta);
+    case TRILOBITE_SCAN: return check_state(n, check_scan);
     default:
       if (n.kind < TRILOBITE_COPY || n.kind > TRILOBITE_FILL) return fail("kind %lld", (long long)n.kind);
       return check_map(n);

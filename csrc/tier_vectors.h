@@ -28,6 +28,7 @@ constexpr auto rows_tier = rows_vectors;
 #include "kernel/attention.h"
 #include "kernel/dense.h"
 #include "kernel/small.h"
+#include "kernel/states.h"
 #include "kernel/probe.h"
 #include "kernel/quantize.h"
 #include "kernel/quantize_super.h"
@@ -36,9 +37,31 @@ constexpr auto rows_tier = rows_vectors;
 }  // namespace
 
 extern const Tier TRILOBITE_TIER;
-const Tier TRILOBITE_TIER = {TRILOBITE_TIER_NAME, 0,          parts_vectors, quantize_block, quantize_columns,
-                             rows_vectors,        low_rank_v, low_rank_u,    activate,       attend,
-                             attend_join,         dense_rows, store_floats,  map_elements,   sum_rows,
-                             softmax_rows,        read_bytes, spin,          rotate,         quantize_tile,
-                             quantize_span,       Isa::LANES, feed_back,     descend};
+const Tier TRILOBITE_TIER = {TRILOBITE_TIER_NAME,
+                             0,
+                             parts_vectors,
+                             quantize_block,
+                             quantize_columns,
+                             rows_vectors,
+                             low_rank_v,
+                             low_rank_u,
+                             activate,
+                             attend,
+                             attend_join,
+                             dense_rows,
+                             convolve,
+                             delta,
+                             scan,
+                             store_floats,
+                             map_elements,
+                             sum_rows,
+                             softmax_rows,
+                             read_bytes,
+                             spin,
+                             rotate,
+                             quantize_tile,
+                             quantize_span,
+                             Isa::LANES,
+                             feed_back,
+                             descend};
 }  // namespace trilobite

@@ -12,7 +12,7 @@
 #define TRILOBITE_API extern "C" __attribute__((visibility("default")))
 
 // Number of this interface: native.py refuses a library of another one.
-#define TRILOBITE_ABI 18
+#define TRILOBITE_ABI 19
 TRILOBITE_API int trilobite_abi(void);
 
 // Why a call failed: its arguments do not fit together; or the system gave it no memory or no thread.
@@ -137,6 +137,42 @@ typedef struct {
 
 TRILOBITE_API int trilobite_dense(const trilobite_dense_args *args);
 
+// One token of a convolution along the text, each channel by itself: y = sum of the newest `taps` inputs, x the last of
+// them, times w, + bias. Sums are fp32, and rounded before silu, where that is not 0. state: these inputs, the oldest first,
+// before of the token before. All contiguous and of one type.
+typedef struct {
+  const void *x, *w, *bias;  // [channels], [channels, taps], [channels] or NULL
+  void *state, *y;           // [channels, taps], [channels]
+  int64_t dtype, channels, taps, silu, threads;
+} trilobite_convolution_args;
+
+TRILOBITE_API int trilobite_convolve(const trilobite_convolution_args *args);
+
+// One token of linear attention by the gated delta rule (Yang, Kautz, Hatamizadeh 2024, equation 10), for each head with
+// S its state: S = exp(decay) S; S += k beta (v - k S); y = q S / sqrt(width). Keys and queries, which heads share in order,
+// become of length 1 where `normed` is not 0. All contiguous; value_width is a multiple of 16.
+typedef struct {
+  const void *q, *k, *v;      // [key_heads, width], [key_heads, width], [heads, value_width] of dtype
+  const float *decay, *beta;  // [heads], with `wide_decay` [heads, width]; [heads]
+  float *state;               // [heads, width, value_width]
+  void *y;                    // [heads, value_width] of dtype
+  int64_t dtype, heads, key_heads, width, value_width, wide_decay, normed, threads;
+} trilobite_delta_args;
+
+TRILOBITE_API int trilobite_delta(const trilobite_delta_args *args);
+
+// One token of a state space with one decay a head (Mamba-2; Dao, Gu 2024), for each row of a head's state S:
+// S = exp(step decay) S + step x b; y = S c + skip x. Heads share b and c in order. All contiguous; size is a multiple of 16.
+typedef struct {
+  const void *x, *b, *c;             // [heads, width], [groups, size], [groups, size] of dtype
+  const float *step, *decay, *skip;  // [heads]; skip may be NULL
+  float *state;                      // [heads, width, size]
+  void *y;                           // [heads, width] of dtype
+  int64_t dtype, heads, groups, width, size, threads;
+} trilobite_scan_args;
+
+TRILOBITE_API int trilobite_scan(const trilobite_scan_args *args);
+
 // What a node of a decoding step does. Up to FILL: out = a op b, element by element, results rounded to the type of out;
 // SWISH is x / (1 + e^-x), LOGISTIC 1 / (1 + e^-x). Then rows of numbers, a row of a table, and the operators above on
 // addresses that stay.
@@ -163,7 +199,10 @@ enum trilobite_step_kind {
   TRILOBITE_EXPERTS = 19,
   TRILOBITE_APPEND = 20,
   TRILOBITE_ATTEND = 21,
-  TRILOBITE_DENSE = 22
+  TRILOBITE_DENSE = 22,
+  TRILOBITE_CONVOLVE = 23,
+  TRILOBITE_DELTA = 24,
+  TRILOBITE_SCAN = 25
 };
 
 #define TRILOBITE_DIMENSIONS 4
@@ -202,6 +241,8 @@ typedef struct {
 //   as the keys; `number` is the scale; b: a score of nothing for each head, fp32, or without data.
 // DENSE: out [shape[0], shape[1], shape[2]] = a W^T + c, W being b, [shape[0], shape[2], shape[3]], and c, which may be
 //   without data, [shape[0], shape[2]]; all dense, of one type.
+// CONVOLVE, DELTA, SCAN: `call` is a trilobite_convolution_args, trilobite_delta_args or trilobite_scan_args, with threads
+//   as EXPERTS have them.
 typedef struct {
   int64_t kind, shape[TRILOBITE_DIMENSIONS];
   trilobite_operand out, a, b, c;

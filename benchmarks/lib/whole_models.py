@@ -62,6 +62,7 @@ GLM: dict[str, Any] = {
 SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "mixtral": ("mixtral", "Mixtral-8x7B", 2, {}),
     "qwen3": ("qwen3_moe", "Qwen3-30B-A3B", 4, QWEN3),
+    "qwen3-next": ("qwen3_next", "Qwen3-Next-80B-A3B", 4, {}),
     "deepseek": ("deepseek", "DeepSeek-MoE-16B", 4, {**DEEPSEEK, "first_k_dense_replace": 0}),
     "glm": ("glm4_moe", "GLM-4.5-Air", 3, GLM),
     "deepseek-v2": (

@@ -31,9 +31,11 @@ from trilobite.quantize.calibrate.stacked_experts import expert_matrix
 from trilobite.quantize.run.compress import compress
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import load_recipe
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
+from trilobite.runtime.step.replay import COMPARED, Step
 
 LAYERS, EXPERTS, HEADS, HIDDEN, VOCAB, TOKENS = 3, 4, 4, 64, 256, 12
 LARGEST = 4 * 10**7
@@ -108,6 +110,7 @@ EXACT: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
     "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "qwen4_exp": {"text_config": QWEN4},
@@ -260,6 +263,40 @@ def difference(source: Path, packed: Path) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@torch.inference_mode()
+def replayed(packed: Path) -> str:
+    """How a packed model's steps of decoding run: with the bits of its own forward, from a list, or why they do not."""
+    with quiet():
+        model = load(str(packed), dtype=torch.bfloat16)
+    step = model.forward
+    if not isinstance(step, Step):
+        return "no native library"
+    if model.config.is_encoder_decoder:
+        return "an encoder and a decoder"
+    with quiet():
+        del model.forward
+        try:
+            theirs = _decoded(model)
+        except Exception as e:
+            return f"its own steps fail: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
+        model.forward = step
+        assert all(map(torch.equal, _decoded(model), theirs)), "steps that are replayed have other logits"
+    if step.ready is None:
+        return step.why or "its cache is of a kind of its own"
+    assert step.compared == COMPARED, "steps are recorded again and again"
+    return "yes"
+
+
+def _decoded(model: PreTrainedModel) -> list[Tensor]:
+    """Logits of a text's tokens, one at a time."""
+    ids = torch.randint(3, VOCAB - 6, (2 * TOKENS,), generator=torch.Generator().manual_seed(1))
+    made = model(input_ids=ids[None, :TOKENS], use_cache=True)
+    cache, found = made.get(CACHE), []
+    for token in ids[TOKENS:]:
+        found.append(model(input_ids=token.view(1, 1), use_cache=True, **{CACHE: cache}).logits)
+    return found
+
+
 def logits(model: PreTrainedModel) -> Tensor:
     """Of some random tokens."""
     ids = torch.randint(3, VOCAB - 6, (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -289,8 +326,11 @@ filled up with zeros (`trilobite plan` says where).
 
 `compress` refuses what the table calls refused, with that line and before anything is written.
 
-| model type | runs | difference, or why not |
-| --- | --- | --- |"""
+The last column says whether a step of decoding runs from a list, natively (docs/performance.md), always with the bits of
+the model's own forward, or why it does not; then it runs as transformers runs it.
+
+| model type | runs | difference, or why not | steps from a list |
+| --- | --- | --- | --- |"""
 
 
 def main() -> None:
@@ -299,40 +339,46 @@ def main() -> None:
     if not wanted:
         print(TITLE.format(version=transformers.__version__))
     states: Counter[str] = Counter()
+    lists = 0
     for name in model_types():
         if wanted and name not in wanted:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            state, remark = row(name, Path(folder))
+            state, remark, steps = row(name, Path(folder))
         if state == "no experts":
             continue
         states[state] += 1
-        print(f"| `{name}` | {state} | {remark} |", flush=True)
+        lists += steps == "yes"
+        print(f"| `{name}` | {state} | {remark} | {steps} |", flush=True)
     if not wanted:
-        print("\n" + ", ".join(f"{state}: {count}" for state, count in sorted(states.items())) + ".")
+        counted = ", ".join(f"{state}: {count}" for state, count in sorted(states.items()))
+        print(f"\n{counted}; steps from a list: {lists}.")
 
 
-def row(model_type: str, folder: Path) -> tuple[str, str]:
-    """(runs or not, remark) of a model type. What transformers cannot build is not tried; our faults are FAULT."""
+def row(model_type: str, folder: Path) -> tuple[str, str, str]:
+    """(runs or not, remark, steps) of a model type. What transformers cannot build is not tried; FAULT is ours."""
     try:
         build(model_type, folder / "original")
         model = load(str(folder / "original"), dtype=torch.float32)
         if not any(name.endswith("experts") for name, _ in model.named_modules()):
-            return "no experts", ""
+            return "no experts", "", ""
         logits(model)
     except TrilobiteError as e:
-        return "no", str(e).replace(str(folder / "original"), "").strip(": ")
+        return "no", str(e).replace(str(folder / "original"), "").strip(": "), ""
     except Exception as e:
-        return "not tried", f"no tiny model of it: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
+        return "not tried", f"no tiny model of it: {type(e).__name__}: {' '.join(str(e).split())[:120]}", ""
     largest = 0.0
     for name in RECIPES:
         try:
             largest = max(largest, try_type(folder, name))
         except TrilobiteError as e:
-            return "no", str(e).replace(str(folder / "original"), "").strip(": ")
+            return "no", str(e).replace(str(folder / "original"), "").strip(": "), ""
         except Exception as e:
-            return "FAULT", f"{name}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-    return "yes", f"{largest:.0e}"
+            return "FAULT", f"{name}: {type(e).__name__}: {' '.join(str(e).split())[:200]}", ""
+    try:
+        return "yes", f"{largest:.0e}", replayed(folder / RECIPES[-1])
+    except Exception as e:
+        return "FAULT", f"steps: {type(e).__name__}: {' '.join(str(e).split())[:200]}", ""
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check, check_unscaled
 from trilobite.kernels import gradient, reference
+from trilobite.kernels import states as states
 from trilobite.kernels.cpu import dense, engine
 from trilobite.kernels.cpu import step as step
 from trilobite.kernels.cpu.attention import attend as attend

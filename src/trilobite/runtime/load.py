@@ -38,6 +38,7 @@ from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier
 from trilobite.runtime.offload.plan import AUTO, GpuMemory, Offload
 from trilobite.runtime.offload.streaming import bound
+from trilobite.runtime.recurrent import keep_states_natively
 from trilobite.runtime.step.replay import replay_steps
 
 EXPERT_PART = re.compile(r"(.*\.experts)\.(?:expert_)?\d+\..*\.weight_")
@@ -107,6 +108,7 @@ def load(
     model.name_or_path = str(source.path)
     configure(model, settings)
     attend_natively(model)
+    keep_states_natively(model)
     route_natively(model)
     model.eval()
     if gpu is not None:

@@ -16,7 +16,7 @@ from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels.cpu import engine, native
 from trilobite.kernels.cpu.matrix import lattice_matrix, matrix
-from trilobite.kernels.cpu.step import Kind, dense_operand
+from trilobite.kernels.cpu.step import Kind, dense_operand, pointing
 from trilobite.kernels.expert_table import has_lattice
 from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 
@@ -130,16 +130,13 @@ class BoundExperts(_Bound):
         """x: [T, H] -> [T, H] in x.dtype. sums: as in `engine.run_experts`, where `sums_up`. Raises ShapeError."""
         return engine.run_experts(x, top_k_index, top_k_weights, self._args, self._threads, sums)
 
-    def node(
-        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, y: Tensor
-    ) -> tuple[native.StepNode, native.ExpertsArgs]:
-        """This call as a node of a step, on dense tensors that keep their places, and the arguments that it points to.
+    def node(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, y: Tensor) -> native.StepNode:
+        """This call as a node of a step, on dense tensors that keep their places; the node needs this object's memory.
 
-        The node needs this object's memory. Raises ShapeError.
+        Raises ShapeError.
         """
         args = engine.experts_call(self._args, x, top_k_index, top_k_weights, y)
-        node = native.StepNode(Kind.EXPERTS, threads=self._threads or 0, call=ctypes.addressof(args))
-        return node, args
+        return pointing(Kind.EXPERTS, args, self._threads or 0)
 
     def parts(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> "Sums":
         """A call in several, where `sums_up`."""

@@ -86,6 +86,34 @@ class DenseArgs(Structure):
     )
 
 
+class ConvolutionArgs(Structure):
+    """`trilobite_convolution_args`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "w", "bias", "state", "y")),
+        *((name, c_int64) for name in ("dtype", "channels", "taps", "silu", "threads")),
+    )
+
+
+class DeltaArgs(Structure):
+    """`trilobite_delta_args`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "v", "decay", "beta", "state", "y")),
+        *((name, c_int64) for name in ("dtype", "heads", "key_heads", "width", "value_width")),
+        *((name, c_int64) for name in ("wide_decay", "normed", "threads")),
+    )
+
+
+class ScanArgs(Structure):
+    """`trilobite_scan_args`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "b", "c", "step", "decay", "skip", "state", "y")),
+        *((name, c_int64) for name in ("dtype", "heads", "groups", "width", "size", "threads")),
+    )
+
+
 DIMENSIONS = 4
 """TRILOBITE_DIMENSIONS."""
 
@@ -114,7 +142,9 @@ class StepCache(Structure):
 
 
 class StepNode(Structure):
-    """`trilobite_step_node`."""
+    """`trilobite_step_node`. arguments: what `call` points to, where that is nobody else's."""
+
+    arguments: Structure | None = None
 
     _fields_ = (
         ("kind", c_int64),
@@ -136,7 +166,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(folder) / "trilobite" / "kernels" / "cpu" / NAME
 
 
-ABI = 18
+ABI = 19
 """Number of the interface that this file declares; TRILOBITE_ABI in csrc/trilobite.h."""
 
 
@@ -148,6 +178,9 @@ CHECKED = (
     "experts",
     "attention",
     "dense",
+    "convolve",
+    "delta",
+    "scan",
     "step_check",
     "step",
     "quantize",
@@ -174,6 +207,9 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "experts": (c_int, [c_void_p]),
         "attention": (c_int, [c_void_p]),
         "dense": (c_int, [c_void_p]),
+        "convolve": (c_int, [c_void_p]),
+        "delta": (c_int, [c_void_p]),
+        "scan": (c_int, [c_void_p]),
         "step_check": (c_int, [c_void_p, c_int64]),
         "step": (c_int, [c_void_p, c_int64, c_int64]),
         "quantize": (c_int, [c_void_p]),

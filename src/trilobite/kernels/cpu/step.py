@@ -47,6 +47,9 @@ class Kind(IntEnum):
     APPEND = 20
     ATTEND = 21
     DENSE = 22
+    CONVOLVE = 23
+    DELTA = 24
+    SCAN = 25
 
 
 MOST_SUMMED = 1 << 15
@@ -290,10 +293,27 @@ def attend_cached(
     )
 
 
+def with_state(arguments: native.ConvolutionArgs | native.DeltaArgs | native.ScanArgs) -> native.StepNode:
+    """A token of a layer with a state, as `cpu/states.py` has it."""
+    kinds = {native.ConvolutionArgs: Kind.CONVOLVE, native.DeltaArgs: Kind.DELTA, native.ScanArgs: Kind.SCAN}
+    return pointing(kinds[type(arguments)], arguments)
+
+
+def pointing(kind: Kind, arguments: ctypes.Structure, threads: int = 0) -> native.StepNode:
+    """A node that is a call with arguments of its own."""
+    node = native.StepNode(kind, threads=threads, call=ctypes.addressof(arguments))
+    node.arguments = arguments
+    return node
+
+
 def program(nodes: Sequence[native.StepNode]) -> Any:
-    """An array of nodes that may run. Raises ShapeError for what the library does not do, or what leaves its memory."""
+    """An array of nodes that may run, with what they alone hold.
+
+    Raises ShapeError for what the library does not do, or what leaves its memory.
+    """
     assert _lib is not None
-    made = (native.StepNode * len(nodes))(*nodes)
+    made: Any = (native.StepNode * len(nodes))(*nodes)
+    made.arguments = [n.arguments for n in nodes]
     _lib.trilobite_step_check(made, len(made))
     return made
 

@@ -240,9 +240,7 @@ class Lowering:
         if isinstance(module, PackedLinear) and module.shape[1] == module.in_features:
             return [call.node(inputs[0], y)]
         if isinstance(module, PackedExperts) and module.plainly:
-            made, arguments = call.node(*inputs, y)
-            self.keep.append(arguments)
-            return [made]
+            return [call.node(*inputs, y)]
         return None
 
     def _append(self, node: Node) -> list[Any]:

@@ -37,10 +37,13 @@ def _lies_across(out: Tensor, *operands: Any) -> bool:
         isinstance(t, Tensor)
         and t.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
         and _meet(t, out)
-        and (t.data_ptr(), t.shape, t.stride(), t.dtype)
-        != (out.data_ptr(), out.shape, out.stride(), out.dtype)
+        and _place(t) != _place(out)
         for t in operands
     )
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:
@@ -123,7 +126,10 @@ def _copy(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
 
 
 def _copy_into(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
-    return _copy(out, (args[1],), kwargs)
+    other = args[1]
+    if _place(other) == _place(out):
+        return []  # a state that was changed where it lies
+    return _copy(out, (other,), kwargs)
 
 
 def _binary(kind: Kind) -> Callable[..., Nodes]:
@@ -196,6 +202,32 @@ def _dense(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     return [ops.step.dense_product(out, x, w, bias)]
 
 
+def _convolve(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    x, state, w, bias, silu = args
+    if not _are_one_text(out, x, state) or not w.is_contiguous():
+        return None
+    return [ops.step.with_state(ops.states.convolution(out[0], x[0], state[0], w, bias, silu))]
+
+
+def _delta(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    *inputs, normed = args
+    if not _are_one_text(out, *inputs):
+        return None
+    q, k, v, decay, beta, state = (t[0] for t in inputs)
+    return [ops.step.with_state(ops.states.delta(out[0], q, k, v, decay, beta, state, normed))]
+
+
+def _scan(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
+    x, b, c, step, decay, skip, state = args
+    if not _are_one_text(out, x, b, c, step, state):
+        return None
+    return [ops.step.with_state(ops.states.scan(out[0], x[0], b[0], c[0], step[0], decay, skip, state[0]))]
+
+
+def _are_one_text(*tensors: Tensor) -> bool:
+    return all(len(t) == 1 and t.is_contiguous() for t in tensors)
+
+
 def _embedding(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     table, index = args[:2]
     if (
@@ -215,6 +247,9 @@ _OPERATORS: dict[Any, Callable[..., Nodes]] = {
     aten.embedding.default: _embedding,
     torch.ops.trilobite.dense_linear.default: _dense,
     torch.ops.trilobite.dense_heads.default: _dense,
+    torch.ops.trilobite.convolve_state.default: _convolve,
+    torch.ops.trilobite.delta_state.default: _delta,
+    torch.ops.trilobite.scan_state.default: _scan,
     aten._softmax.default: _softmax,
     aten.silu.default: _curve(Kind.SWISH),
     aten.sigmoid.default: _curve(Kind.LOGISTIC),
