@@ -15,8 +15,8 @@ BOTH = (
     theirs.LinearAttentionAndSlidingWindowAttentionLayer,
 )
 STATES = (theirs.LinearAttentionLayer, *BOTH)
-LAYERS = (*ROWS, *STATES, theirs.DummyLayer)
-"""Of caches: keys and values of each token, states of a fixed size, both, and nothing."""
+LAYERS = (*ROWS, *STATES, getattr(theirs, "DummyLayer", None))
+"""Of caches: keys and values of each token, states of a fixed size, both, and nothing, which the oldest do not know."""
 
 
 def is_step_in_pages(kwargs: dict[str, Any]) -> bool:
