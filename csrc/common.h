@@ -14,9 +14,10 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int ROWS = 16;   // rows of a tile: one per 32-bit lane
 constexpr int BLOCK = 32;  // columns of a block of codes
 constexpr int HALF = 16;   // columns of the smallest group: half a block, which is whole planes unless codes have 3 bits
-constexpr int64_t SHORT_ROW = 8;  // values of a row of a softmax of 16 bits
-constexpr int64_t MOST_TAPS = 8;  // inputs of a channel that a convolution along the text has
-constexpr int UNIT = 64;          // rows of a unit of work: four bands, one group of a compensator
+constexpr int64_t SHORT_ROW = 8;      // values of a row of a softmax of 16 bits
+constexpr int64_t MOST_TAPS = 8;      // inputs of a channel that a convolution along the text has
+constexpr int64_t STATE_TOKENS = 32;  // that meet columns of a state in turns
+constexpr int UNIT = 64;              // rows of a unit of work: four bands, one group of a compensator
 constexpr int UNIT_BANDS = UNIT / ROWS;
 constexpr int SPAN = 256;     // columns of a row under one super-scale
 constexpr int TOKENS = 16;    // tokens that are laid out together

@@ -184,30 +184,37 @@ bool fuzz_convolution() {
 
 bool fuzz_delta() {
   const int64_t keys = pick(1, 3), heads = keys * pick(1, 3), width = pick(1, 70), columns = 16 * pick(1, 10);
-  const auto q = activations(keys * width), k = activations(keys * width), v = activations(heads * columns);
-  const auto decay = activations(heads * width), beta = activations(heads);
-  const auto before = activations(heads * width * columns);
+  const int64_t tokens = pick(0, 1) ? 1 : pick(1, 70);
+  const auto q = activations(tokens * keys * width), k = activations(tokens * keys * width);
+  const auto v = activations(tokens * heads * columns), before = activations(heads * width * columns);
+  auto decay = activations(tokens * heads * width), beta = activations(tokens * heads);
+  for (auto &d : decay) d = -fabsf(d);
+  for (auto &b : beta) b = 1 / (1 + expf(-b));
   trilobite_delta_args a{};
   a.q = q.data(), a.k = k.data(), a.v = v.data(), a.decay = decay.data(), a.beta = beta.data();
-  a.heads = heads, a.key_heads = keys, a.width = width, a.value_width = columns;
-  a.wide_decay = pick(0, 1), a.normed = pick(0, 3) != 0, a.threads = pick(1, 3);
-  return agree("delta rule", heads * columns * (width + 1), 1e-4, [&](float *y) {
-    a.y = y, a.state = (float *)memcpy(y + heads * columns, before.data(), before.size() * 4);
+  a.tokens = tokens, a.heads = heads, a.key_heads = keys, a.width = width, a.value_width = columns;
+  a.wide_decay = pick(0, 1), a.normed = tokens > 1 || pick(0, 1), a.threads = pick(1, 3);
+  return agree("delta rule", heads * columns * (tokens + width), 1e-4, [&](float *y) {
+    a.y = y, a.state = (float *)memcpy(y + tokens * heads * columns, before.data(), before.size() * 4);
     return trilobite_delta(&a);
   });
 }
 
 bool fuzz_scan() {
   const int64_t groups = pick(1, 3), heads = groups * pick(1, 3), width = pick(1, 40), size = 16 * pick(1, 9);
-  const auto x = activations(heads * width), b = activations(groups * size), c = activations(groups * size);
-  const auto step = activations(heads), decay = activations(heads), skip = activations(heads);
+  const int64_t tokens = pick(0, 1) ? 1 : pick(1, 40);
+  const auto x = activations(tokens * heads * width), b = activations(tokens * groups * size);
+  const auto c = activations(tokens * groups * size), skip = activations(heads);
+  auto step = activations(tokens * heads), decay = activations(heads);
+  for (auto &s : step) s = fabsf(s);
+  for (auto &d : decay) d = -fabsf(d);
   const auto before = activations(heads * width * size);
   trilobite_scan_args a{};
   a.x = x.data(), a.b = b.data(), a.c = c.data(), a.step = step.data(), a.decay = decay.data();
-  a.skip = pick(0, 1) ? skip.data() : nullptr;
+  a.skip = pick(0, 1) ? skip.data() : nullptr, a.tokens = tokens;
   a.heads = heads, a.groups = groups, a.width = width, a.size = size, a.threads = pick(1, 3);
-  return agree("state space", heads * width * (size + 1), 1e-5, [&](float *y) {
-    a.y = y, a.state = (float *)memcpy(y + heads * width, before.data(), before.size() * 4);
+  return agree("state space", heads * width * (tokens + size), 1e-5, [&](float *y) {
+    a.y = y, a.state = (float *)memcpy(y + tokens * heads * width, before.data(), before.size() * 4);
     return trilobite_scan(&a);
   });
 }

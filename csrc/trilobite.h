@@ -148,27 +148,27 @@ typedef struct {
 
 TRILOBITE_API int trilobite_convolve(const trilobite_convolution_args *args);
 
-// One token of linear attention by the gated delta rule (Yang, Kautz, Hatamizadeh 2024, equation 10), for each head with
+// Linear attention by the gated delta rule (Yang, Kautz, Hatamizadeh 2024, equation 10), token by token, for each head with
 // S its state: S = exp(decay) S; S += k beta (v - k S); y = q S / sqrt(width). Keys and queries, which heads share in order,
 // become of length 1 where `normed` is not 0. All contiguous; value_width is a multiple of 16.
 typedef struct {
-  const void *q, *k, *v;      // [key_heads, width], [key_heads, width], [heads, value_width] of dtype
-  const float *decay, *beta;  // [heads], with `wide_decay` [heads, width]; [heads]
+  const void *q, *k, *v;      // [tokens, key_heads, width] twice, [tokens, heads, value_width] of dtype
+  const float *decay, *beta;  // [tokens, heads], with `wide_decay` [tokens, heads, width]; [tokens, heads]
   float *state;               // [heads, width, value_width]
-  void *y;                    // [heads, value_width] of dtype
-  int64_t dtype, heads, key_heads, width, value_width, wide_decay, normed, threads;
+  void *y;                    // [tokens, heads, value_width] of dtype
+  int64_t dtype, tokens, heads, key_heads, width, value_width, wide_decay, normed, threads;
 } trilobite_delta_args;
 
 TRILOBITE_API int trilobite_delta(const trilobite_delta_args *args);
 
-// One token of a state space with one decay a head (Mamba-2; Dao, Gu 2024), for each row of a head's state S:
+// A state space with one decay a head (Mamba-2; Dao, Gu 2024), token by token, for each row of a head's state S:
 // S = exp(step decay) S + step x b; y = S c + skip x. Heads share b and c in order. All contiguous; size is a multiple of 16.
 typedef struct {
-  const void *x, *b, *c;             // [heads, width], [groups, size], [groups, size] of dtype
-  const float *step, *decay, *skip;  // [heads]; skip may be NULL
+  const void *x, *b, *c;             // [tokens, heads, width], [tokens, groups, size] twice, of dtype
+  const float *step, *decay, *skip;  // [tokens, heads], [heads], [heads] or NULL
   float *state;                      // [heads, width, size]
-  void *y;                           // [heads, width] of dtype
-  int64_t dtype, heads, groups, width, size, threads;
+  void *y;                           // [tokens, heads, width] of dtype
+  int64_t dtype, tokens, heads, groups, width, size, threads;
 } trilobite_scan_args;
 
 TRILOBITE_API int trilobite_scan(const trilobite_scan_args *args);

@@ -1,4 +1,4 @@
-"""Layers with a state of a fixed size as `torch.library` operators, which change it in place: one token on the CPU.
+"""Layers with a state of a fixed size as `torch.library` operators, which change it in place, on the CPU.
 
 `convolve_state`, `delta_state` and `scan_state` of `torch.ops.trilobite` are what `cpu/states.py` calls so.
 """

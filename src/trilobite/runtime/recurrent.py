@@ -1,7 +1,8 @@
 """Layers with a state of a fixed size, on the CPU: a step of decoding reads and writes it once, natively.
 
-transformers' models call functions of their own modules for one token: a convolution, a delta rule, a state space. The
-engine's are put in the place of these, with what they replace behind them for all that is no such step.
+transformers' models call functions of their own modules: a convolution of one token, a delta rule or a state space of
+one or of a prompt. The engine's are put in the place of these, with what they replace behind them for gradients, GPUs
+and whatever the engine does not know.
 """
 
 import functools
@@ -48,26 +49,26 @@ def _convolution(theirs: Call) -> Call:
 
 
 def _delta_rule(theirs: Call) -> Call:
-    """query, key: [B, 1, key heads, K]    value: [B, 1, H, V]    g: [B, 1, H], or [B, 1, H, K]    beta: [B, 1, H]
-    initial_state: [B, H, K, V] fp32, changed    returns: [B, 1, H, V], the state
+    """query, key: [B, T, key heads, K]    value: [B, T, H, V]    g: [B, T, H], or [B, T, H, K]    beta: [B, T, H]
+    initial_state: [B, H, K, V] fp32, changed; or None    returns: [B, T, H, V], the state or None
     """
 
     @functools.wraps(theirs)
     def call(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
         state = kwargs.get("initial_state")
+        if state is None:
+            (batch, _, heads, columns), width = value.shape, key.shape[3]
+            state = torch.zeros(batch, heads, width, columns, device=value.device)
         fits = (
-            isinstance(state, Tensor)
-            and query.shape[1] == 1
-            and bool(kwargs.get("output_final_state"))
-            and kwargs.get("cu_seqlens") is None
+            kwargs.get("cu_seqlens") is None
             and states.reads_in_vectors(state)
             and states.runs_natively(query.dtype, state, query, key, value)
         )
         if not fits:
             return theirs(query, key, value, g=g, beta=beta, **kwargs)
         normed = bool(kwargs.get("use_qk_l2norm_in_kernel"))
-        inputs = (t[:, 0] for t in (query, key, value, g.float(), beta.float()))
-        return operators.delta_state(*inputs, state, normed)[:, None], state
+        y = operators.delta_state(query, key, value, g.float(), beta.float(), state, normed)
+        return y, state if kwargs.get("output_final_state") else None
 
     return call
 
@@ -100,25 +101,78 @@ def _state_space(theirs: Call) -> Call:
         )
         if not fits:
             return theirs(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **kwargs)  # type: ignore[no-any-return]
-        step = dt[..., 0]
-        if dt_bias is not None:
-            step = step + dt_bias[:, 0].to(step.dtype)
-        if dt_softplus:
-            step = torch.nn.functional.softplus(step)
+        step = _step(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
         skip = None if D is None else D[:, 0].float()
-        y: Tensor = operators.scan_state(
-            hidden_states, B, C, step.float(), A[:, 0, 0].float().contiguous(), skip, state
-        )
-        return y
+        inputs = (t[:, None] for t in (hidden_states, B, C, step))
+        y: Tensor = operators.scan_state(*inputs, A[:, 0, 0].float().contiguous(), skip, state)
+        return y[:, 0]
 
     return call
+
+
+def _state_space_of_prompt(theirs: Call) -> Call:
+    """hidden_states: [B, T, H, P]    dt: [B, T, H]    A, D, dt_bias: [H]    B, C: [B, T, groups, N]
+    initial_states: [B, H, P, N] fp32, changed; or None    returns: [B, T, H, P] fp32; and the state, where asked for
+    """
+
+    @functools.wraps(theirs)
+    def call(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        state = initial_states
+        if state is None:
+            (batch, _, heads, width), size = hidden_states.shape, B.shape[3]
+            state = torch.zeros(batch, heads, width, size, device=hidden_states.device)
+        fits = (
+            all(kwargs.get(name) is None for name in ("z", "seq_idx"))
+            and A.dim() == 1
+            and (D is None or D.dim() == 1)
+            and states.reads_in_vectors(state)
+            and states.runs_natively(hidden_states.dtype, state, hidden_states, B, C)
+        )
+        if not fits:
+            numbers = {
+                "D": D,
+                "dt_bias": dt_bias,
+                "initial_states": initial_states,
+                "dt_softplus": dt_softplus,
+            }
+            asked = {"dt_limit": dt_limit, "return_final_states": return_final_states}
+            return theirs(hidden_states, dt, A, B, C, chunk_size, **numbers, **asked, **kwargs)
+        step = _step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+        skip = None if D is None else D.float()
+        y = operators.scan_state(hidden_states, B, C, step, A.float(), skip, state).float()
+        return (y, state) if return_final_states else y
+
+    return call
+
+
+def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """How far a token moves a state, in fp32, rounded as the models do it."""
+    step = dt if bias is None else dt + bias.to(dt.dtype)
+    return (torch.nn.functional.softplus(step) if softplus else step).float()
 
 
 FUNCTIONS: dict[str, Callable[[Call], Call]] = {
     "causal_conv1d_update": _convolution,
     "torch_recurrent_gated_delta_rule": _delta_rule,
+    "torch_chunk_gated_delta_rule": _delta_rule,
     "recurrent_kimi_delta_attention": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_selective_state_update": _state_space,
+    "mamba2_chunk_scan": _state_space_of_prompt,
 }
 """By the names that they have in transformers' modules."""
 _ours: set[Call] = set()

@@ -100,7 +100,7 @@ class DeltaArgs(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "decay", "beta", "state", "y")),
-        *((name, c_int64) for name in ("dtype", "heads", "key_heads", "width", "value_width")),
+        *((name, c_int64) for name in ("dtype", "tokens", "heads", "key_heads", "width", "value_width")),
         *((name, c_int64) for name in ("wide_decay", "normed", "threads")),
     )
 
@@ -110,7 +110,7 @@ class ScanArgs(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "b", "c", "step", "decay", "skip", "state", "y")),
-        *((name, c_int64) for name in ("dtype", "heads", "groups", "width", "size", "threads")),
+        *((name, c_int64) for name in ("dtype", "tokens", "heads", "groups", "width", "size", "threads")),
     )
 
 

@@ -1,5 +1,6 @@
-"""One token of layers that keep a state of a fixed size, which is changed in place: short convolutions along the text,
-linear attention by the gated delta rule, and state spaces. Texts of a batch go one after the other; sums are fp32.
+"""Layers that keep a state of a fixed size, which is changed in place: a token of short convolutions along the text,
+tokens of linear attention by the gated delta rule and of state spaces. Texts of a batch go one after the other, and so
+do a text's tokens: a prompt has the bits of its tokens one by one. Sums are fp32.
 """
 
 import ctypes
@@ -48,7 +49,7 @@ def convolution(
 ) -> native.ConvolutionArgs:
     """The same for one text, into y [C], as the library takes it; all tensors dense. Raises ShapeError."""
     tensors = {"y": y, "x": x, "state": state, "w": w, "bias": bias}
-    channels, taps = _sides(w, "convolution", tensors)
+    channels, taps = _sides(w, 2, "convolution", tensors)
     shapes = {"y": (channels,), "x": (channels,), "state": (channels, taps), "bias": (channels,)}
     _check("convolution", tensors, shapes, x.dtype)
     parts = _addresses(x, w, bias, state, y)
@@ -58,12 +59,12 @@ def convolution(
 def delta_state(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, normed: bool
 ) -> Tensor:
-    """The gated delta rule (Yang, Kautz, Hatamizadeh 2024, equation 10): of every head S = exp(decay) S, then
-    S += k beta (v - k S), and y = q S / sqrt(K).
+    """The gated delta rule (Yang, Kautz, Hatamizadeh 2024, equation 10), token by token: of every head S = exp(decay) S,
+    then S += k beta (v - k S), and y = q S / sqrt(K).
 
-    q, k: [B, key heads, K], which become of length 1 where normed; heads share them in order    v: [B, H, V]
-    decay: fp32 [B, H], or [B, H, K] of each row    beta: fp32 [B, H]    state: fp32 [B, H, K, V], dense, V a multiple
-    of 16    returns: [B, H, V]; q, k, v and it are of one dtype. Raises ShapeError.
+    q, k: [B, T, key heads, K], which become of length 1 where normed; heads share them in order    v: [B, T, H, V]
+    decay: fp32 [B, T, H], or [B, T, H, K] of each row    beta: fp32 [B, T, H]    state: fp32 [B, H, K, V], dense, V a
+    multiple of 16    returns: [B, T, H, V]; q, k, v and it are of one dtype. Raises ShapeError.
     """
     assert _lib is not None
     y = torch.empty(v.shape, dtype=v.dtype)
@@ -78,27 +79,34 @@ def delta_state(
 def delta(
     y: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, normed: bool
 ) -> native.DeltaArgs:
-    """The same for one text, into y [H, V], as the library takes it; all tensors dense. Raises ShapeError."""
+    """The same for one text, into y [T, H, V], as the library takes it; all tensors dense. Raises ShapeError."""
     tensors = {"y": y, "q": q, "k": k, "v": v, "decay": decay, "beta": beta, "state": state}
-    heads, columns = _sides(v, "delta rule", tensors)
-    keys, width = _sides(q, "delta rule", tensors)
-    of_keys, wide = {"q": (keys, width), "k": (keys, width)}, {"decay": (heads, width)[: decay.dim()]}
-    shapes = {"y": (heads, columns), **of_keys, **wide, "beta": (heads,), "state": (heads, width, columns)}
+    tokens, heads, columns = _sides(v, 3, "delta rule", tensors)
+    _, keys, width = _sides(q, 3, "delta rule", tensors)
+    of_keys, of_heads = (tokens, keys, width), (tokens, heads, columns)
+    shapes = {
+        "y": of_heads,
+        "q": of_keys,
+        "k": of_keys,
+        "beta": (tokens, heads),
+        "state": (heads, width, columns),
+    }
+    shapes["decay"] = (tokens, heads, width)[: decay.dim()]
     _check("delta rule", tensors, shapes, v.dtype, floats=("decay", "beta", "state"))
     parts = _addresses(q, k, v, decay, beta, state, y)
-    sizes = heads, keys, width, columns, int(decay.dim() == 2), int(normed)
+    sizes = tokens, heads, keys, width, columns, int(decay.dim() == 3), int(normed)
     return native.DeltaArgs(*parts, dtype_code(v, "v"), *sizes)
 
 
 def scan_state(
     x: Tensor, b: Tensor, c: Tensor, step: Tensor, decay: Tensor, skip: Tensor | None, state: Tensor
 ) -> Tensor:
-    """A state space with one decay a head (Mamba-2; Dao, Gu 2024): of every row of a head S = exp(step decay) S
-    + step x b, and y = S c + skip x.
+    """A state space with one decay a head (Mamba-2; Dao, Gu 2024), token by token: of every row of a head
+    S = exp(step decay) S + step x b, and y = S c + skip x.
 
-    x: [B, H, P]    b, c: [B, groups, N], which heads share in order    step: fp32 [B, H]    decay, skip: fp32 [H], or
-    None    state: fp32 [B, H, P, N], dense, N a multiple of 16    returns: [B, H, P]; x, b, c and it are of one dtype
-    Raises ShapeError.
+    x: [B, T, H, P]    b, c: [B, T, groups, N], which heads share in order    step: fp32 [B, T, H]    decay, skip: fp32
+    [H], or None    state: fp32 [B, H, P, N], dense, N a multiple of 16    returns: [B, T, H, P]; x, b, c and it are of
+    one dtype. Raises ShapeError.
     """
     assert _lib is not None
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -120,21 +128,22 @@ def scan(
     skip: Tensor | None,
     state: Tensor,
 ) -> native.ScanArgs:
-    """The same for one text, into y [H, P], as the library takes it; all tensors dense. Raises ShapeError."""
+    """The same for one text, into y [T, H, P], as the library takes it; all tensors dense. Raises ShapeError."""
     tensors = {"y": y, "x": x, "b": b, "c": c, "step": step, "decay": decay, "skip": skip, "state": state}
-    heads, width = _sides(x, "state space", tensors)
-    groups, size = _sides(b, "state space", tensors)
-    shapes = {"y": (heads, width), "b": (groups, size), "c": (groups, size), "state": (heads, width, size)}
-    shapes |= dict.fromkeys(("step", "decay", "skip"), (heads,))
+    tokens, heads, width = _sides(x, 3, "state space", tensors)
+    _, groups, size = _sides(b, 3, "state space", tensors)
+    of_groups = tokens, groups, size
+    shapes = {"y": (tokens, heads, width), "b": of_groups, "c": of_groups, "step": (tokens, heads)}
+    shapes |= {"decay": (heads,), "skip": (heads,), "state": (heads, width, size)}
     _check("state space", tensors, shapes, x.dtype, floats=("step", "decay", "skip", "state"))
     parts = _addresses(x, b, c, step, decay, skip, state, y)
-    return native.ScanArgs(*parts, dtype_code(x, "x"), heads, groups, width, size)
+    return native.ScanArgs(*parts, dtype_code(x, "x"), tokens, heads, groups, width, size)
 
 
-def _sides(t: Tensor, name: str, tensors: Mapping[str, Tensor | None]) -> tuple[int, int]:
-    if t.dim() != 2 or 0 in t.shape:
+def _sides(t: Tensor, dimensions: int, name: str, tensors: Mapping[str, Tensor | None]) -> tuple[int, ...]:
+    if t.dim() != dimensions or 0 in t.shape:
         raise ShapeError(_found(name, tensors))
-    return t.shape[0], t.shape[1]
+    return tuple(t.shape)
 
 
 def _check(
