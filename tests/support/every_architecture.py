@@ -263,7 +263,6 @@ def difference(source: Path, packed: Path) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@torch.inference_mode()
 def replayed(packed: Path) -> str:
     """How a packed model's steps of decoding run: with the bits of its own forward, from a list, or why they do not."""
     with quiet():
@@ -287,6 +286,7 @@ def replayed(packed: Path) -> str:
     return "yes"
 
 
+@torch.inference_mode()
 def _decoded(model: PreTrainedModel) -> list[Tensor]:
     """Logits of a text's tokens, one at a time."""
     ids = torch.randint(3, VOCAB - 6, (2 * TOKENS,), generator=torch.Generator().manual_seed(1))
