@@ -213,7 +213,9 @@ def build(model_type: str, path: Path, more: Mapping[str, Any] | None = None) ->
         with torch.no_grad():
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator) * 0.05
-                parameter.copy_(noise + 1 if parameter.ndim == 1 and bool((parameter == 1).all()) else noise)
+                # Of 16 bits, as what stays is stored, also where a model keeps fp32.
+                value = noise + 1 if parameter.ndim == 1 and bool((parameter == 1).all()) else noise
+                parameter.copy_(value.bfloat16())
         model.save_pretrained(path)
 
 

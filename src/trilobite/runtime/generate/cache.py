@@ -37,7 +37,8 @@ class TextCache(Protocol):
 class GrowingCache:
     """Keeps what a conversation has read and made: the next turn reads only what is new.
 
-    For models whose layers all attend to the whole text; others have no states to go back to, and read everything.
+    Where layers have windows, or states of a fixed size, there is no going back: a turn that is not the kept text and more
+    reads everything.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,6 +54,8 @@ class GrowingCache:
         if cache is None or known == 0:
             return DynamicCache(config=self.config)
         if (surplus := int(cache.get_seq_length()) - known) > 0:
+            if not all(type(layer) is DynamicLayer for layer in cache.layers):
+                return DynamicCache(config=self.config)
             cache.crop(-surplus)  # 0 would be all in some versions of transformers
         return cache
 
@@ -63,7 +66,7 @@ class GrowingCache:
 
     def keep(self, cache: Cache, ids: Tensor) -> None:
         """All but the last token of a text have been read."""
-        if all(type(layer) is DynamicLayer for layer in cache.layers):
+        if type(cache) is DynamicCache:
             self.cache, self.ids = cache, ids[0, : int(cache.get_seq_length())]
 
 
