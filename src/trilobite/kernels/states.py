@@ -26,25 +26,28 @@ if states.available():
         _lib.impl(_name, getattr(states, _name), "CPU")
 
 
-def runs_natively(dtype: torch.dtype, state: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether these operators take a state and tensors of a dtype: on the CPU, and nobody asks for gradients."""
-    given = [t for t in (state, *tensors) if t is not None]
+def runs_natively(*tensors: Tensor | None) -> bool:
+    """Whether these operators take tensors: of one dtype, on the CPU, and nobody asks for gradients."""
+    given = [t for t in tensors if t is not None]
     return (
         states.available()
-        and dtype in DTYPES
-        and state.is_contiguous()
-        and all(t.is_cpu for t in given)
-        and all(t.dtype == dtype for t in tensors if t is not None)
+        and given[0].dtype in DTYPES
+        and all(t.is_cpu and t.dtype == given[0].dtype for t in given)
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
     )
 
 
-def convolves(state: Tensor) -> bool:
-    """Whether a convolution's state [B, C, K] has so few inputs."""
-    return state.dim() == 3 and 0 < state.shape[2] <= MOST_TAPS
+def keeps_inputs(state: Tensor) -> bool:
+    """Whether a state is a convolution's [B, C, K], dense, of few enough inputs."""
+    return state.dim() == 3 and 0 < state.shape[2] <= MOST_TAPS and state.is_contiguous()
 
 
-def reads_in_vectors(state: Tensor) -> bool:
-    """Whether a state [.., N] of fp32 fills vectors."""
-    return state.dtype == torch.float32 and state.shape[-1] % LANES == 0
+def keeps_sums(state: Tensor) -> bool:
+    """Whether a state is of fp32, dense, on the CPU, and its last side fills vectors."""
+    return (
+        state.is_cpu
+        and state.dtype == torch.float32
+        and state.is_contiguous()
+        and state.shape[-1] % LANES == 0
+    )

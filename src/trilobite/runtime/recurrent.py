@@ -36,8 +36,8 @@ def _convolution(theirs: Call) -> Call:
             hidden_states.shape == (*conv_state.shape[:2], 1)
             and weight.shape == conv_state.shape[1:]
             and activation in (None, "silu", "swish")
-            and states.convolves(conv_state)
-            and states.runs_natively(hidden_states.dtype, conv_state, hidden_states, conv_state, weight, bias)
+            and states.keeps_inputs(conv_state)
+            and states.runs_natively(hidden_states, conv_state, weight, bias)
         )
         if not fits:
             return theirs(hidden_states, conv_state, weight, bias, activation, **kwargs)  # type: ignore[no-any-return]
@@ -55,20 +55,20 @@ def _delta_rule(theirs: Call) -> Call:
 
     @functools.wraps(theirs)
     def call(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
-        state = kwargs.get("initial_state")
-        if state is None:
-            (batch, _, heads, columns), width = value.shape, key.shape[3]
-            state = torch.zeros(batch, heads, width, columns, device=value.device)
+        state, wanted = kwargs.get("initial_state"), bool(kwargs.get("output_final_state"))
         fits = (
             kwargs.get("cu_seqlens") is None
-            and states.reads_in_vectors(state)
-            and states.runs_natively(query.dtype, state, query, key, value)
+            and (wanted or state is None)
+            and states.runs_natively(query, key, value)
         )
-        if not fits:
+        if fits and state is None:
+            (batch, _, heads, columns), width = value.shape, key.shape[3]
+            state = torch.zeros(batch, heads, width, columns)
+        if not fits or state is None or not states.keeps_sums(state):
             return theirs(query, key, value, g=g, beta=beta, **kwargs)
         normed = bool(kwargs.get("use_qk_l2norm_in_kernel"))
         y = operators.delta_state(query, key, value, g.float(), beta.float(), state, normed)
-        return y, state if kwargs.get("output_final_state") else None
+        return y, state if wanted else None
 
     return call
 
@@ -96,8 +96,8 @@ def _state_space(theirs: Call) -> Call:
         fits = (
             z is None
             and all(t is None or t.stride(-1) == 0 for t in numbers)
-            and states.reads_in_vectors(state)
-            and states.runs_natively(hidden_states.dtype, state, hidden_states, B, C)
+            and states.keeps_sums(state)
+            and states.runs_natively(hidden_states, B, C)
         )
         if not fits:
             return theirs(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **kwargs)  # type: ignore[no-any-return]
@@ -132,17 +132,17 @@ def _state_space_of_prompt(theirs: Call) -> Call:
         **kwargs: Any,
     ) -> Any:
         state = initial_states
-        if state is None:
-            (batch, _, heads, width), size = hidden_states.shape, B.shape[3]
-            state = torch.zeros(batch, heads, width, size, device=hidden_states.device)
         fits = (
             all(kwargs.get(name) is None for name in ("z", "seq_idx"))
+            and (return_final_states or state is None)
             and A.dim() == 1
             and (D is None or D.dim() == 1)
-            and states.reads_in_vectors(state)
-            and states.runs_natively(hidden_states.dtype, state, hidden_states, B, C)
+            and states.runs_natively(hidden_states, B, C)
         )
-        if not fits:
+        if fits and state is None:
+            (batch, _, heads, width), size = hidden_states.shape, B.shape[3]
+            state = torch.zeros(batch, heads, width, size)
+        if not fits or state is None or not states.keeps_sums(state):
             numbers = {
                 "D": D,
                 "dt_bias": dt_bias,

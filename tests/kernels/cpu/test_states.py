@@ -310,3 +310,16 @@ def test_in_the_place_of_transformers_functions(module: str, function: str, call
         arguments, named = copy.deepcopy(called)
         ours(*arguments, **named)
     assert asked
+
+
+@torch.no_grad()
+def test_a_state_that_nobody_wants_back_stays() -> None:
+    """As what it replaces, which never changes the state that it begins with."""
+    whole = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    function = "torch_chunk_gated_delta_rule"
+    theirs = getattr(whole, function)
+    arguments, named = for_delta(5, wide=False, begun=True)
+    before = named["initial_state"].clone()
+    _, made = recurrent.FUNCTIONS[function](theirs)(*arguments, **named | {"output_final_state": False})
+    assert made is None
+    assert torch.equal(named["initial_state"], before)

@@ -37,8 +37,8 @@ class TextCache(Protocol):
 class GrowingCache:
     """Keeps what a conversation has read and made: the next turn reads only what is new.
 
-    Where layers have windows, or states of a fixed size, there is no going back: a turn that is not the kept text and more
-    reads everything.
+    Where layers have windows, or states of a fixed size, there is no going back: a turn that is not the kept text and
+    more reads everything.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
