@@ -63,6 +63,12 @@ SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "mixtral": ("mixtral", "Mixtral-8x7B", 2, {}),
     "qwen3": ("qwen3_moe", "Qwen3-30B-A3B", 4, QWEN3),
     "qwen3-next": ("qwen3_next", "Qwen3-Next-80B-A3B", 4, {}),
+    "lfm2": (
+        "lfm2_moe",
+        "LFM2-8B-A1B",
+        8,
+        {"layer_types": [*("conv", "conv", "full_attention", "conv") * 2]},
+    ),
     "deepseek": ("deepseek", "DeepSeek-MoE-16B", 4, {**DEEPSEEK, "first_k_dense_replace": 0}),
     "glm": ("glm4_moe", "GLM-4.5-Air", 3, GLM),
     "deepseek-v2": (
