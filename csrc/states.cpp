@@ -10,8 +10,8 @@ namespace trilobite {
 namespace {
 
 constexpr int64_t CHANNELS = 1024;  // of a task
-constexpr int64_t MOST = 1 << 14;   // heads, and values of a side of a state: 4 bytes of all, times tokens, fit 63 bits
-constexpr int64_t MOST_TOKENS = 1 << 18;
+constexpr int64_t MOST = 1 << 13;   // heads, and values of a side of a state: 4 bytes of all, times tokens, fit 63 bits
+constexpr int64_t MOST_TOKENS = 1 << 21;
 
 bool all_within(std::initializer_list<int64_t> sizes) {
   for (int64_t size : sizes)

@@ -48,8 +48,8 @@ struct HeadTokens {
   int64_t width, columns;
 };
 
-// Token t of C * 16 columns of a head's state, twice: what it says of the key, and with what is put in its place what it says of
-// the query.
+// Token t of C * 16 columns of a head's state, twice: what it says of the key, and with what is put in its place what it
+// says of the query.
 template <int C> static inline void delta_columns(const HeadTokens &h, int64_t t, float *state, float *y) {
   const float *q = h.q + t * h.width, *k = h.k + t * h.width, *decay = h.decay + t * h.width;
   const Isa::Floats minus = Isa::set1(-h.beta[t]), plus = Isa::set1(h.beta[t]);
@@ -82,8 +82,8 @@ template <int C> static int64_t delta_tokens(const HeadTokens &h, int64_t count,
   return from;
 }
 
-// One head of the delta rule. scratch: STATE_TOKENS * (3 * width + value_width + 1) floats. One token reads whole rows of the state
-// from memory; of more, each meets columns that stay in the first-level cache. The sums are the same.
+// One head of the delta rule. scratch: STATE_TOKENS * (3 * width + value_width + 1) floats. One token reads whole rows of
+// the state from memory; of more, each meets columns that stay in the first-level cache. The sums are the same.
 static void delta(const trilobite_delta_args &a, int64_t head, float *scratch) {
   const int64_t width = a.width, columns = a.value_width, key = head / (a.heads / a.key_heads);
   const int64_t size = STATE_TOKENS * width;
