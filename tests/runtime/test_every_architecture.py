@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.every_architecture import build, counts_experts, model_types, try_type
+from support.every_architecture import beside_transformers, build, counts_experts, model_types, try_type
 from transformers import MistralConfig, MixtralConfig
 
 
@@ -34,6 +34,22 @@ from transformers import MistralConfig, MixtralConfig
 def test_it_runs_right(model_type: str, recipe: str, tmp_path: Path) -> None:
     build(model_type, tmp_path / "original")
     try_type(tmp_path, recipe)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "deepseek_v32",  # an index of keys chooses what latents are read
+        "hy_v4",  # and beside sinks
+        "minimax_m3_vl_text",  # blocks of keys, for each head its own
+        "llama4_text",
+        "qwen3_next",
+    ],
+)
+def test_it_attends_as_transformers_does(model_type: str, tmp_path: Path) -> None:
+    """Also to what a model gives its own attention in other ways than the engine's."""
+    build(model_type, tmp_path)
+    beside_transformers(tmp_path)
 
 
 def test_types_are_found_by_their_configurations() -> None:

@@ -37,7 +37,7 @@ from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.step.replay import COMPARED, Step
 
-LAYERS, EXPERTS, HEADS, HIDDEN, VOCAB, TOKENS = 3, 4, 4, 64, 256, 12
+LAYERS, EXPERTS, HEADS, HIDDEN, VOCAB, TOKENS, LONG = 3, 4, 4, 64, 256, 12, 40
 LARGEST = 4 * 10**7
 TOLERANCE = 1e-5
 """Of logits, relative: both sides compute in float32, in another order."""
@@ -85,6 +85,12 @@ QWEN4 = {
 }
 DIFFUSION = {"num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": 96}
 GEMMA4 = {"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 96}
+MINIMAX_M3 = {
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "index_n_heads": 2,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+}
 EXACT: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -112,6 +118,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "minimax_m3_vl": {"text_config": MINIMAX_M3},
+    "minimax_m3_vl_text": MINIMAX_M3,
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,
@@ -265,6 +273,32 @@ def difference(source: Path, packed: Path) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@torch.inference_mode()
+def beside_transformers(source: Path) -> float:
+    """How far an original that `load` loads is off from what transformers loads, with its own attention, relative.
+
+    Of a prompt's logits, and those of tokens behind it; the text is longer than windows and what indices choose of it.
+    """
+    with quiet():
+        ours = load(str(source), dtype=torch.float32)
+        theirs = type(ours).from_pretrained(source, dtype=torch.float32).eval()
+        found, expected = (_told(model) for model in (ours, theirs))
+    error = float((found - expected).norm() / expected.norm())
+    assert error < TOLERANCE, f"logits are off from transformers' own by {error:.3g}"
+    return error
+
+
+def _told(model: PreTrainedModel) -> Tensor:
+    ids = torch.randint(3, VOCAB - 6, (1, LONG), generator=torch.Generator().manual_seed(2))
+    if model.config.is_encoder_decoder:
+        return model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits.float()  # type: ignore[no-any-return]
+    made = model(input_ids=ids[:, : LONG - TOKENS], use_cache=True)
+    cache, found = made.get(CACHE), [made.logits]
+    for token in ids[0, LONG - TOKENS :]:
+        found.append(model(input_ids=token.view(1, 1), use_cache=True, **{CACHE: cache}).logits)
+    return torch.cat(found, 1).float()
+
+
 def replayed(packed: Path) -> str:
     """How a packed model's steps of decoding run: with the bits of its own forward, from a list, or why they do not."""
     with quiet():
@@ -279,7 +313,7 @@ def replayed(packed: Path) -> str:
         try:
             theirs = _decoded(model)
         except Exception as e:
-            return f"its own steps fail: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
+            return f"{ITS_OWN_FAIL}: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
         model.forward = step
         assert all(map(torch.equal, _decoded(model), theirs)), "steps that are replayed have other logits"
     if step.ready is None:
@@ -307,6 +341,7 @@ def logits(model: PreTrainedModel) -> Tensor:
     return found.float()
 
 
+ITS_OWN_FAIL = "its own steps fail"
 TITLE = """# Architectures
 
 Every model type with experts that transformers {version} knows, made tiny and random, packed with `int8`, `search3` and
@@ -328,8 +363,10 @@ filled up with zeros (`trilobite plan` says where).
 
 `compress` refuses what the table calls refused, with that line and before anything is written.
 
-The last column says whether a step of decoding runs from a list, natively (docs/performance.md), always with the bits of
-the model's own forward, or why it does not; then it runs as transformers runs it.
+What `trilobite.load` makes of an original has the logits that transformers' own class has, with its own attention, of a
+text longer than windows and than what an index of keys chooses of it. The last column says whether a step of decoding
+runs from a list, natively (docs/performance.md), always with the bits of the model's own forward, or why it does not; then
+it runs as transformers runs it.
 
 | model type | runs | difference, or why not | steps from a list |
 | --- | --- | --- | --- |"""
@@ -378,7 +415,10 @@ def row(model_type: str, folder: Path) -> tuple[str, str, str]:
         except Exception as e:
             return "FAULT", f"{name}: {type(e).__name__}: {' '.join(str(e).split())[:200]}", ""
     try:
-        return "yes", f"{largest:.0e}", replayed(folder / RECIPES[-1])
+        steps = replayed(folder / RECIPES[-1])
+        if not steps.startswith(ITS_OWN_FAIL):
+            beside_transformers(folder / "original")
+        return "yes", f"{largest:.0e}", steps
     except Exception as e:
         return "FAULT", f"steps: {type(e).__name__}: {' '.join(str(e).split())[:200]}", ""
 

@@ -63,6 +63,7 @@ def attention(
     attention_mask: [B, 1, T, S] bool, or what `sdpa` takes
     returns: [B, T, heads, D]    The keyword arguments are those of transformers' attention functions.
     """
+    attention_mask = _with_choice(module, key, attention_mask, kwargs)
     latents = latents_of(module, key)
     if latents is None:
         made = _observed_natively(query, key, value, attention_mask, kwargs)
@@ -83,12 +84,36 @@ def attention_with_sinks(
 
     attention_mask: [B, 1, T, S], 0 where a token may look, and the least number elsewhere
     """
+    attention_mask = _with_choice(module, key, attention_mask, kwargs)
     mask = None if attention_mask is None else attention_mask == 0
     made = _observed_natively(query, key, value, mask, kwargs)
     if made is not None:
         return made, None
     own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     return own(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+
+def _with_choice(module: nn.Module, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+    """The mask, and in it of each token's rows those that the model's index of keys has chosen, alone.
+
+    Models make such masks themselves for the implementations that they know by name, `eager` and `sdpa`, and hand the
+    choice to all others: rows, `indices` [B, T, k], or blocks of them, `block_indices`.
+    """
+    indices, blocks = (kwargs.pop(name, None) for name in ("indices", "block_indices"))
+    length = key.shape[2]
+    if blocks is not None:
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(length - blocks.shape[2], length, device=key.device)[None]
+        made = module.indexer.build_block_mask(blocks, mask, length, key.dtype, key.device, positions)  # type: ignore[operator, union-attr]
+        return made  # type: ignore[no-any-return]
+    if indices is None:
+        return mask
+    chosen = torch.zeros(*indices.shape[:2], length, dtype=torch.bool, device=key.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    if mask is None or mask.dtype == torch.bool:
+        return chosen if mask is None else mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(key.dtype).min)
 
 
 def _observed_natively(
