@@ -365,8 +365,8 @@ filled up with zeros (`trilobite plan` says where).
 
 What `trilobite.load` makes of an original has the logits that transformers' own class has, with its own attention, of a
 text longer than windows and than what an index of keys chooses of it. The last column says whether a step of decoding
-runs from a list, natively (docs/performance.md), always with the bits of the model's own forward, or why it does not; then
-it runs as transformers runs it.
+runs from a list, natively (docs/performance.md), always with the bits of the model's own forward, or why it does not;
+then it runs as transformers runs it.
 
 | model type | runs | difference, or why not | steps from a list |
 | --- | --- | --- | --- |"""
