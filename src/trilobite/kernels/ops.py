@@ -4,7 +4,8 @@
 traces through them, and gradients (`gradient.py`). They take weights as stored: the CPU engine runs these, and on a GPU
 the reference. `linear_gpu` and `experts_gpu` take what `repack` makes of them, the GPU layout.
 `bind_linear` and `bind_experts` make calls that go past the operators, for modules that run one weight on the CPU again
-and again. `attend`, where it `attends`, is the CPU engine's attention.
+and again. `attend`, where it `attends`, is the CPU engine's attention; `convolve_state`, `delta_state` and `scan_state`,
+which change a state in place, are the CPU's alone (`cpu/states.py`).
 """
 
 import importlib.util
@@ -17,8 +18,8 @@ from torch import Tensor
 from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight, check, check_unscaled
 from trilobite.kernels import gradient, reference
-from trilobite.kernels import states as states
 from trilobite.kernels.cpu import dense, engine
+from trilobite.kernels.cpu import states as states
 from trilobite.kernels.cpu import step as step
 from trilobite.kernels.cpu.attention import attend as attend
 from trilobite.kernels.cpu.attention import attends as attends
@@ -64,6 +65,11 @@ _lib.define(
 )
 _lib.define("dense_linear(Tensor x, Tensor w, Tensor? bias=None) -> Tensor")
 _lib.define("dense_heads(Tensor x, Tensor w) -> Tensor")
+_lib.define("convolve_state(Tensor x, Tensor(a!) state, Tensor w, Tensor? bias, bool silu) -> Tensor")
+_QKV = "Tensor q, Tensor k, Tensor v"
+_lib.define(f"delta_state({_QKV}, Tensor decay, Tensor beta, Tensor(a!) state, bool normed) -> Tensor")
+_XBC = "Tensor x, Tensor b, Tensor c"
+_lib.define(f"scan_state({_XBC}, Tensor step, Tensor decay, Tensor? skip, Tensor(a!) state) -> Tensor")
 _lib.define("linear_gpu(Tensor x, Tensor slab, Tensor table, Tensor? bias, int[] spec, int rows) -> Tensor")
 _lib.define(
     "experts_gpu(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor slab, Tensor table, "
@@ -201,6 +207,8 @@ torch.library.register_fake(
 if engine.available():
     _lib.impl("dense_linear", dense.dense_linear, "CPU")
     _lib.impl("dense_heads", dense.dense_heads, "CPU")
+    for _state in (states.convolve_state, states.delta_state, states.scan_state):
+        _lib.impl(_state.__name__, _state, "CPU")
     _lib.impl("linear", engine.linear, "CPU")
     _lib.impl("experts", _experts_cpu, "CPU")
 

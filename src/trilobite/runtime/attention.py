@@ -93,7 +93,9 @@ def attention_with_sinks(
     return own(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
 
-def _with_choice(module: nn.Module, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+def _with_choice(
+    module: nn.Module, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor | None:
     """The mask, and in it of each token's rows those that the model's index of keys has chosen, alone.
 
     Models make such masks themselves for the implementations that they know by name, `eager` and `sdpa`, and hand the

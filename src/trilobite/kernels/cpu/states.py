@@ -23,9 +23,31 @@ MOST_TAPS = 8
 _lib, _ = native.load()
 
 
-def available() -> bool:
-    """Whether the native library is there."""
-    return _lib is not None
+def runs_natively(*tensors: Tensor | None) -> bool:
+    """Whether these operators take tensors: of one dtype, on the CPU, and nobody asks for gradients."""
+    given = [t for t in tensors if t is not None]
+    return (
+        _lib is not None
+        and given[0].dtype in DTYPES
+        and all(t.is_cpu and t.dtype == given[0].dtype for t in given)
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def keeps_inputs(state: Tensor) -> bool:
+    """Whether a state is a convolution's [B, C, K], dense, of few enough inputs."""
+    return state.dim() == 3 and 0 < state.shape[2] <= MOST_TAPS and state.is_contiguous()
+
+
+def keeps_sums(state: Tensor) -> bool:
+    """Whether a state is of fp32, dense, on the CPU, and its last side fills vectors."""
+    return (
+        state.is_cpu
+        and state.dtype == torch.float32
+        and state.is_contiguous()
+        and state.shape[-1] % LANES == 0
+    )
 
 
 def convolve_state(x: Tensor, state: Tensor, w: Tensor, bias: Tensor | None, silu: bool) -> Tensor:

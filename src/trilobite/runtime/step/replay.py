@@ -183,7 +183,9 @@ class Step:
         waits = WAITS[self.failures : self.failures + 1] if isinstance(e, NotNow) else ()
         self.failures += 1
         self.why, self.wait = str(e), sum(waits)
-        self._say(logging.INFO if waits else logging.WARNING, str(e))
+        # Encoder-decoders write in batches: nobody waits for a step of one text.
+        quietly = bool(waits) or self.model.config.is_encoder_decoder
+        self._say(logging.INFO if quietly else logging.WARNING, str(e))
 
     def _step(self, kwargs: dict[str, Any]) -> Any:
         if self.wait:
