@@ -16,7 +16,8 @@ from trilobite.errors import ShapeError
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels.cpu import engine, native
 from trilobite.kernels.cpu.matrix import lattice_matrix, matrix
-from trilobite.kernels.cpu.step import Kind, dense_operand, pointing
+from trilobite.kernels.cpu.operands import dense_operand
+from trilobite.kernels.cpu.step import Kind, pointing
 from trilobite.kernels.expert_table import has_lattice
 from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 
