@@ -291,6 +291,6 @@ def _barrier(b: Block, i: Instruction, threads: Threads) -> None:
         b.shared.barrier()
 
 
-@handles("fence", "membar")
+@handles("fence", "membar", "griddepcontrol")
 def _fence(b: Block, i: Instruction, threads: Threads) -> None:
     """Between one launch and the next nobody else looks, and accesses are in order here."""

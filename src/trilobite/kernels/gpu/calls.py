@@ -134,9 +134,21 @@ class Job:
 
 
 def run_product(
-    rows: Rows, m: Matrices, inputs: Inputs, job: Job, tile: Tile, low: Low, out: Tensor, bias: Tensor | None
+    rows: Rows,
+    m: Matrices,
+    inputs: Inputs,
+    job: Job,
+    tile: Tile,
+    low: Low,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    behind: bool,
 ) -> None:
-    """Launch `product`. out: [job.count, splits, S, N], fp32 or the result's type; its shape says how many splits."""
+    """Launch `product`. behind: as `launch` takes it: rows are older than the launch before this one.
+
+    out: [job.count, splits, S, N], fp32 or the result's type; its shape says how many splits
+    """
     c = job.coding
     step = step_of(c)
     tile = suited(tile, c.bits, step, c.rank_bits)
@@ -163,7 +175,7 @@ def run_product(
         "BIAS": bias is not None,
     }
     grid = (rows.tiles, -(-job.n // tile.block_n), out.shape[1] * job.count)
-    launch(product, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
+    launch(product, grid, arguments, constants, warps=tile.warps, registers=tile.registers, behind=behind)
 
 
 def factor_coding(rank_bits: int) -> Coding:
@@ -174,10 +186,18 @@ def factor_coding(rank_bits: int) -> Coding:
 
 
 def low_rank(
-    rows: Rows, m: Matrices, inputs: Inputs, codings: Sequence[Coding], first: int, class_id: int
+    rows: Rows,
+    m: Matrices,
+    inputs: Inputs,
+    codings: Sequence[Coding],
+    first: int,
+    class_id: int,
+    *,
+    behind: bool = False,
 ) -> Low:
     """z = V x for the compensators of neighbouring projections `first`, `first` + 1, … of one class.
 
+    behind: as `run_product` takes it
     returns: z [len(codings), splits, S, largest rank]
     """
     rank = max(c.rank for c in codings)
@@ -203,7 +223,8 @@ def low_rank(
                 class_id=class_id,
                 ranked=True,
             )
-            run_product(rows, m, inputs, job, tile, Low(), z if together else z[p : p + 1], None)
+            part = z if together else z[p : p + 1]
+            run_product(rows, m, inputs, job, tile, Low(), part, None, behind=behind)
     return Low(z=z, splits=splits, rank=rank)
 
 

@@ -226,7 +226,7 @@ class Launches:
             "BIAS": self.down_bias is not None,
             "BLOCK": COMBINE_BLOCK,
         }
-        launch(combine, (tokens, -(-y.shape[1] // COMBINE_BLOCK)), arguments, constants)
+        launch(combine, (tokens, -(-y.shape[1] // COMBINE_BLOCK)), arguments, constants, behind=True)
 
     def _gate_up(self, g: _Group, tile: Tile, h: Tensor) -> None:
         gate, up, _ = g.codings
@@ -258,7 +258,8 @@ class Launches:
             "Z_SPLITS": g.low.splits,
         }
         grid = (g.rows.tiles, -(-self.intermediate // tile.block_n))
-        launch(gate_up, grid, arguments, constants, warps=tile.warps, registers=tile.registers)
+        behind = g.low.z is not None  # else sorted slots are what the launch before it makes
+        launch(gate_up, grid, arguments, constants, warps=tile.warps, registers=tile.registers, behind=behind)
 
     def _gate_up_in_steps(self, g: _Group, tile: Tile, h: Tensor) -> None:
         """Both products to memory, then the activation: for lattice formats, and for activations that no kernel has."""
@@ -276,7 +277,7 @@ class Launches:
                 count=count,
                 class_id=g.class_id,
             )
-            multiply(g.rows, self.matrices, g.inputs, job, tile, low, both[part])
+            multiply(g.rows, self.matrices, g.inputs, job, tile, low, both[part], behind=False)
         if self.activation in ACTIVATIONS:
             self._activate(g, both, h)
         else:
@@ -324,7 +325,7 @@ class Launches:
         tile = fitted(tile_for("down", each, inputs.x), rows.block_m)
         k = inputs.x.shape[1]
         lows = [
-            low_rank(rows, self.matrices, inputs, codings[DOWN:], DOWN, class_id)
+            low_rank(rows, self.matrices, inputs, codings[DOWN:], DOWN, class_id, behind=True)
             for class_id, codings in self.classes.items()
         ]
         blocks = min(blocks_of(codings[DOWN], k, tile) for codings in self.classes.values())
@@ -335,9 +336,9 @@ class Launches:
         for low, (class_id, codings) in zip(lows, self.classes.items(), strict=True):
             job = Job(coding=codings[DOWN], n=n, projection=DOWN, class_id=class_id)
             if splits == 1:
-                multiply(rows, self.matrices, inputs, job, tile, low, parts[:, 0])
+                multiply(rows, self.matrices, inputs, job, tile, low, parts[:, 0], behind=True)
             else:
-                run_product(rows, self.matrices, inputs, job, tile, low, parts, None)
+                run_product(rows, self.matrices, inputs, job, tile, low, parts, None, behind=True)
         return parts
 
 
@@ -356,9 +357,11 @@ def _together(codings: Sequence[Coding]) -> list[tuple[int, int]]:
     return [(p, 1) for p, c in enumerate(codings) if c.bits]
 
 
-def multiply(rows: Rows, m: Matrices, inputs: Inputs, job: Job, tile: Tile, low: Low, out: Tensor) -> None:
-    """W x whole, in any format. out: [job.count, S, N] fp32."""
+def multiply(
+    rows: Rows, m: Matrices, inputs: Inputs, job: Job, tile: Tile, low: Low, out: Tensor, *, behind: bool
+) -> None:
+    """W x whole, in any format. out: [job.count, S, N] fp32    behind: as `run_product` takes it."""
     if job.coding.e8p:
         run_rotated(rows, m, inputs, job, low, out, None)
     else:
-        run_product(rows, m, inputs, job, tile, low, out[:, None], None)
+        run_product(rows, m, inputs, job, tile, low, out[:, None], None, behind=behind)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ CAPABILITY = (8, 0)
 """Oldest compute capability that the kernels are made for: bf16 products and asynchronous copies begin there."""
 OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 """Whether Triton lays operands of products out as it did before 3.8: see `device/decode.py`, and its table of tiles."""
+CHAINING = (9, 0)
+"""Oldest compute capability on which a launch may begin before the one before it has ended."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -29,6 +32,7 @@ class Launch:
     warps: int
     stages: int
     registers: int
+    early: bool
 
     @property
     def options(self) -> dict[str, Any]:
@@ -38,6 +42,7 @@ class Launch:
             "num_stages": self.stages,
             "enable_fp_fusion": True,
             "maxnreg": self.registers or None,
+            "launch_pdl": self.early,
         }
 
 
@@ -52,8 +57,19 @@ def launch(
     *,
     warps: int = 4,
     registers: int = 0,
+    behind: bool | None = None,
 ) -> None:
-    """Run a kernel on a grid of programs. constants: its `tl.constexpr` parameters; STAGES pipelines its loop."""
+    """Run a kernel on a grid of programs.
+
+    constants: its `tl.constexpr` parameters; STAGES pipelines its loop
+    behind: of a kernel with a parameter CHAIN, whether it may begin before the launch before it has ended. Every program
+    of it then waits (`wait_for_last`), so that what waits for it has waited for all before it, too; what it reads before
+    that must be older than the last launch that was not behind another.
+    """
+    device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
+    early = bool(behind) and chained(device)
+    if behind is not None:
+        constants = constants | {"CHAIN": int(early) + chained(device)}
     call = Launch(
         kernel=kernel,
         grid=grid,
@@ -62,13 +78,13 @@ def launch(
         warps=warps,
         stages=constants.get("STAGES", 1),
         registers=registers,
+        early=early,
     )
     if _listener is not None:
         _listener(call)
         return
     if 0 in grid:
         return
-    device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
     if device.type == "cuda":
         with torch.cuda.device(device):
             kernel[grid](**arguments, **constants, **call.options)
@@ -90,6 +106,12 @@ def recording(listener: Callable[[Launch], None]) -> Iterator[None]:
 def interpreting() -> bool:
     """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 before it was imported): for tests."""
     return bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache(maxsize=16)
+def chained(device: torch.device) -> bool:
+    """Whether a launch may begin while the one before it ends: on Hopper and newer, whose programs can wait for that."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CHAINING
 
 
 def check_device(device: torch.device) -> None:

@@ -57,12 +57,12 @@ def linear(x: Tensor, w: Pack, bias: Tensor | None) -> Tensor:
         return y
     splits = split_count(tile, rows.tiles * -(-n // tile.block_n), blocks_of(coding, k, tile), x.device)
     if splits == 1:
-        run_product(rows, m, inputs, job, tile, low, y.view(1, 1, s, n), bias)
+        run_product(rows, m, inputs, job, tile, low, y.view(1, 1, s, n), bias, behind=True)
         return y
     parts = scratch((1, splits, s, n), torch.float32, x, s)
-    run_product(rows, m, inputs, job, tile, low, parts, None)
+    run_product(rows, m, inputs, job, tile, low, parts, None, behind=True)
     arguments = {"p_parts": parts, "p_bias": w.table if bias is None else bias, "p_y": y, "S": s, "N": n}
     block = 256
     constants = {"SPLITS": splits, "BIAS": bias is not None, "BLOCK": block}
-    launch(reduce, (s, -(-n // block)), arguments, constants)
+    launch(reduce, (s, -(-n // block)), arguments, constants, behind=True)
     return y

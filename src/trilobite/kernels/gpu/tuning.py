@@ -181,8 +181,11 @@ def names_of(device: torch.device) -> tuple[str, ...]:
     """Names under which tables for a device may stand, the most particular first."""
     if device.type != "cuda":
         return general()
+    name = torch.cuda.get_device_name(device)
+    if OLD_TRITON:  # tables of architectures are of code by newer ones
+        return general(name)
     major, minor = torch.cuda.get_device_capability(device)
-    return general(torch.cuda.get_device_name(device), f"sm_{major}{minor}", f"sm_{major}0")
+    return general(name, f"sm_{major}{minor}", f"sm_{major}0")
 
 
 def general(*names: str) -> tuple[str, ...]:

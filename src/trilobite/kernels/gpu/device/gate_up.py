@@ -14,9 +14,11 @@ from trilobite.kernels.gpu.device.tile import (
     add_step,
     gathered,
     is_other,
+    let_next_begin,
     load_activations,
     step_sums,
     tile_slots,
+    wait_for_last,
     zeros,
 )
 
@@ -63,27 +65,29 @@ def gate_up(
     GATE_BITS: tl.constexpr, GATE_GROUP: tl.constexpr, GATE_SCALES: tl.constexpr, GATE_RANK_BITS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, RANK_BITS: tl.constexpr, STEP: tl.constexpr,
     FORM: tl.constexpr, KS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr,
-    Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    Z_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """h[slot] = act(gate x) * (up x), or act(up x) without gates; x is row slot // DIVISOR.
 
     grid: (tiles, row blocks). h: [S, N]    bias: [E, 2N], gate first, or [E, N] without gates
       z: [2, Z_SPLITS, S, R_MAX] fp32
     """
+    let_next_begin(CHAIN)
     tile = tl.program_id(0)
     expert, slot, mask = tile_slots(tile, p_index, p_order, p_ends, p_tiles, S, E, MODE, BLOCK_M, EP)
-    if expert >= E:
-        return
-    p_gate = p_table + expert.to(tl.int64) * 3 * COLUMNS
+    p_gate = p_table + tl.minimum(expert, E - 1).to(tl.int64) * 3 * COLUMNS
     p_up = p_gate + COLUMNS
-    if is_other(p_up, CLASS_ID):
-        return
     n0 = tl.program_id(1) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     p_words = p_slab + tl.multiple_of(tl.load(p_up + WORDS), 32)
     p_meta = p_slab + tl.multiple_of(tl.load(p_up + META), 32)
     p_gate_words = p_slab + tl.multiple_of(tl.load(p_gate + WORDS), 32)
     p_gate_meta = p_slab + tl.multiple_of(tl.load(p_gate + META), 32)
+    wait_for_last(CHAIN)
+    if expert >= E:
+        return
+    if is_other(p_up, CLASS_ID):
+        return
     chunks = tl.cdiv(K, 128)
     row = slot // DIVISOR
     acc = zeros(FORM, KS, BLOCK_N, BLOCK_M)

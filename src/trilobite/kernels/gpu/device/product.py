@@ -16,9 +16,11 @@ from trilobite.kernels.gpu.device.tile import (
     add_step,
     gathered,
     is_other,
+    let_next_begin,
     load_activations,
     step_sums,
     tile_slots,
+    wait_for_last,
     zeros,
 )
 
@@ -30,21 +32,19 @@ def product(
     CLASS_ID: tl.constexpr, MODE: tl.constexpr, RANKED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, RANK_BITS: tl.constexpr, STEP: tl.constexpr, FORM: tl.constexpr, KS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EP: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr,
-    EVEN_K: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """out[split, slot] = W x[slot // DIVISOR] over a range of columns; W is one projection of the slot's expert.
 
     grid: (tiles, row blocks, SPLITS x projections). out: [projections, SPLITS, S, N], fp32 or the result's type.
     RANKED: W is the compensator factor V of the projection, [rank, K] in groups of 64, and N the largest rank.
     """
+    let_next_begin(CHAIN)
     tile, split = tl.program_id(0), tl.program_id(2) % SPLITS
     local = tl.program_id(2) // SPLITS
     expert, slot, mask = tile_slots(tile, p_index, p_order, p_ends, p_tiles, S, E, MODE, BLOCK_M, EP)
-    if expert >= E:
-        return
-    p_row = p_table + (expert.to(tl.int64) * PROJECTIONS + PROJECTION + local) * COLUMNS
-    if is_other(p_row, CLASS_ID):
-        return
+    known = tl.minimum(expert, E - 1).to(tl.int64)
+    p_row = p_table + (known * PROJECTIONS + PROJECTION + local) * COLUMNS
     n0 = tl.program_id(1) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     rows = N
@@ -56,6 +56,11 @@ def product(
         p_meta = p_slab + tl.multiple_of(tl.load(p_row + V_META), 32)
     else:
         p_meta = p_slab + tl.multiple_of(tl.load(p_row + META), 32)
+    wait_for_last(CHAIN)
+    if expert >= E:
+        return
+    if is_other(p_row, CLASS_ID):
+        return
     chunks = tl.cdiv(K, 128)
     rounds = tl.cdiv(chunks, KS)
     blocks = rounds
@@ -94,8 +99,12 @@ def product(
 
 
 @triton.jit(do_not_specialize=["S"])
-def reduce(p_parts, p_bias, p_y, S, N, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def reduce(
+    p_parts, p_bias, p_y, S, N,
+    SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
     """y[s, n] = sum over splits of parts[split, s, n], + bias[n]. grid: (S, blocks of N)."""
+    wait_for_last(CHAIN)
     s = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)

@@ -9,6 +9,8 @@ expert where its slots begin and end. Grids have a fixed size, that of the worst
 import triton
 import triton.language as tl
 
+from trilobite.kernels.gpu.device.tile import wait_for_last
+
 
 @triton.jit
 def _known(index, E):
@@ -57,12 +59,13 @@ def route(
 @triton.jit(do_not_specialize=["S"])
 def combine(
     p_parts, p_index, p_weights, p_bias, p_y, S, E, A, N,
-    SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """y[t] = sum over a of weight[t, a] * (sum over splits of parts[split, t A + a] + bias[expert]).
 
     grid: (T, blocks of N). parts: [SPLITS, S, N] fp32; slots without an expert are not read
     """
+    wait_for_last(CHAIN)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.zeros((BLOCK,), tl.float32)

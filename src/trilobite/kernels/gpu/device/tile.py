@@ -19,6 +19,7 @@ indices, `p_` pointers. Offsets within a matrix fit 32 bits; those of matrices a
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from trilobite.kernels.gpu.device.decode import (
     bias_of,
@@ -56,6 +57,20 @@ WORDS, META, U_WORDS, U_META, V_WORDS, V_META, SIGNS_IN, SIGNS_OUT, RANK, CLASS,
 )
 BLOCK_R = tl.constexpr(32)
 """Ranks of a compensator that are added at a time."""
+
+
+@triton.jit
+def let_next_begin(CHAIN: tl.constexpr):
+    """Say that the launch behind this one may begin, as soon as all programs of this one have (`launch.chained`)."""
+    if CHAIN > 0:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(CHAIN: tl.constexpr):
+    """Wait until the launch before this one has ended, where this one began early: before what it made is read."""
+    if CHAIN > 1:
+        gdc_wait()
 
 
 @triton.jit
