@@ -1,6 +1,7 @@
 # make demo   installs, compresses the small model that ships with the project, prints what it cost, generates text
 # make test   installs, lints, type-checks, runs the tests
 # make test-long   runs the tests that take long, which `make test` leaves out
+# make test-gpu   runs real models on a GPU, compiled (`make test-gpu TORCH=torch`, for torch's build with CUDA)
 # make sanitize   builds the native library with ASan and UBSan and fuzzes it
 # make old-triton   compiles GPU kernels with the oldest Triton that the package takes
 # make old-transformers   loads and saves models with the oldest transformers that the package takes
@@ -22,7 +23,7 @@ PROCESSES ?= 3
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test test-long lint format install clean sanitize old-triton old-transformers emulate load ray fuzz kills starve architectures vllm vllm-all
+.PHONY: demo test test-long test-gpu lint format install clean sanitize old-triton old-transformers emulate load ray fuzz kills starve architectures vllm vllm-all
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +48,9 @@ test: lint
 
 test-long: install
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) -m long
+
+test-gpu: install
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/runtime/test_on_gpu.py -m ""
 
 sanitize: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/sanitize.sh 100

@@ -68,6 +68,11 @@ def pretend(capability: int) -> None:
     driver.set_active(Absent(capability))
 
 
+def pretended() -> int:
+    """The compute capability that this process compiles for."""
+    return int(driver.active.get_current_target().arch)
+
+
 def _kernel(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 

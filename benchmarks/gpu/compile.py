@@ -177,7 +177,7 @@ def record(
     shape = Shape(layer=layer, format=fmt, rank=rank, kind=kind, dtype=dtype)
     with (
         triton_tuning.pretending(triton_tuning.general(f"sm_{arch}")),
-        recording(lambda call: found.setdefault(variant(call))),
+        recording(lambda call: found.setdefault(variant(call)), capability=divmod(int(arch), 10)),
     ):
         for each in tokens_of(arch):
             shape.linear(each)

@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.emulate [--arch 80,90] [--quick] [--tokens 1,12,40] [--jobs 2] [--markdown docs/gpu.md]
 
 The cases are those of the `check` of benchmarks/gpu/measure.py, on small layers. Each launch is compiled for the
-architecture and run block by block; errors are against the reference, on bf16 activations. A race, an address out of
-bounds or a wrong result fails its case, is named, and exit status is 1. The last line is JSON.
+architecture, with its tiles, and run block by block; errors are against the reference, on bf16 activations. A race, a
+launch that begins early and does not wait, an address out of bounds or a wrong result fails its case, is named, and exit
+status is 1. The last line is JSON.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks.gpu.check import COLUMNS, FORMATS, LIMITS, Check, relative_error
 from benchmarks.lib.markdown import insert, table
 from tools.ptx.emulator import Emulator
 from tools.ptx.memory import EmulationError
+from trilobite.kernels.gpu import tuning
 from trilobite.kernels.gpu.launch import recording
 
 CPU = torch.device("cpu")
@@ -73,9 +75,12 @@ def emulate(case: Case) -> Outcome:
     """Run a case on the emulator, in a process that compiles (`ahead.pretend`)."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    emulator, error, failure = Emulator(), float("nan"), ""
+    emulator, error, failure, arch = Emulator(), float("nan"), "", ahead.pretended()
     try:
-        with recording(emulator):
+        with (
+            tuning.pretending(tuning.general(f"sm_{arch}")),
+            recording(emulator, capability=divmod(arch, 10)),
+        ):
             found, expected = case.check.run(case.operator, case.tokens)
             error = relative_error(found, expected())
         if not error < LIMITS[case.operator]:

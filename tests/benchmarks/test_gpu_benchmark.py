@@ -608,7 +608,10 @@ def without(name, kind):
         return program
     return changed
 
-for name, kind in (("-", "-"), ("bar", "sync"), ("cp", "wait_group"), ("wgmma", "wait_group")):
+faults = (
+    ("-", "-"), ("bar", "sync"), ("cp", "wait_group"), ("wgmma", "wait_group"), ("griddepcontrol", "wait")
+)
+for name, kind in faults:
     emulator.parse = without(name, kind)
     print(gpu_emulate.emulate(case).failure)
 """
@@ -618,6 +621,7 @@ for name, kind in (("-", "-"), ("bar", "sync"), ("cp", "wait_group"), ("wgmma", 
         "race: a read of what another warp wrote",
         "still to write",
         "a write to what a tensor core may still read",
+        "a read of what a launch before writes, which nothing waited for",
     )
     for failure, message in zip(failures, expected, strict=True):
         assert message in failure

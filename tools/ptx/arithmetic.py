@@ -291,6 +291,13 @@ def _barrier(b: Block, i: Instruction, threads: Threads) -> None:
         b.shared.barrier()
 
 
-@handles("fence", "membar", "griddepcontrol")
+@handles("griddepcontrol")
+def _grid_dependency(b: Block, i: Instruction, threads: Threads) -> None:
+    if i.types[0] == "wait":
+        b.together(threads)
+        b.memory.wait()
+
+
+@handles("fence", "membar")
 def _fence(b: Block, i: Instruction, threads: Threads) -> None:
     """Between one launch and the next nobody else looks, and accesses are in order here."""

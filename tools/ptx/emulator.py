@@ -28,6 +28,7 @@ class Emulator:
         self.launches: Counter[str] = Counter()
         self.instructions: Counter[str] = Counter()
         self._programs: dict[str, Program] = {}
+        self._unsettled: set[int] = set()
 
     def __call__(self, call: Launch) -> None:
         """Run one launch. Raises EmulationError naming kernel and instruction."""
@@ -39,7 +40,9 @@ class Emulator:
         name = call.kernel.fn.__name__
         compiled = call.kernel.warmup(**call.arguments, **call.constants, **call.options, grid=call.grid)
         program = self._program(compiled.asm["ptx"])
-        memory, values = GlobalMemory(), []
+        if not call.early:  # it begins when all before it have ended
+            self._unsettled = set()
+        memory, values = GlobalMemory(early=call.early, unsettled=self._unsettled), []
         for argument, kind in compiled.src.signature.items():
             if kind != "constexpr":
                 value = call.arguments[argument]
@@ -54,6 +57,8 @@ class Emulator:
                 shared = SharedMemory(compiled.metadata.shared)
                 block = Block(program, index[::-1], grid, parameters, shared, memory)
                 self.instructions[name] += block.run(HANDLERS)
+                memory.end_program()
+        self._unsettled |= memory.written
 
     def _program(self, ptx: str) -> Program:
         if ptx not in self._programs:

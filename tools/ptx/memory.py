@@ -1,7 +1,7 @@
 """Memory of the emulated GPU: global, with bounds, and shared, with bounds and the order of accesses."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,28 @@ class EmulationError(Exception):
 
 
 class GlobalMemory:
-    """Ranges of the host's memory, which stand for buffers on the GPU."""
+    """Ranges of the host's memory, which stand for buffers on the GPU, as one launch sees them.
 
-    def __init__(self) -> None:
+    A launch that begins early finds the launches before it at work: until a program of it has waited, it writes nothing,
+    and reads nothing that these write. Every program waits, so that who waits for this launch has waited for those, too.
+    """
+
+    def __init__(self, *, early: bool = False, unsettled: Set[int] = frozenset()) -> None:
+        """unsettled: where the buffers begin that launches wrote since one last waited for all before it."""
         self._ranges: dict[int, tuple[str, Bytes]] = {}
+        self._early, self._unsettled = early, unsettled
+        self._waited = not early
+        self.written: set[int] = set()
+
+    def wait(self) -> None:
+        """All that launches before this one write is there, for the rest of this program."""
+        self._waited = True
+
+    def end_program(self) -> None:
+        """The next program begins. Raises EmulationError where this one has not waited."""
+        if not self._waited:
+            raise EmulationError("a program of an early launch ends and has not waited for the launch before")
+        self._waited = not self._early
 
     def add(self, name: str, start: int, size: int) -> None:
         """Let kernels use `size` bytes of this process from address `start` on."""
@@ -31,15 +49,31 @@ class GlobalMemory:
     def load(self, at: Addresses, width: int) -> Bytes:
         """at [n] -> bytes [n, width]. Raises EmulationError outside of all ranges and off `width`."""
         found = np.empty((len(at), width), np.uint8)
-        self._each(at, width, lambda part, data, index: found.__setitem__(part, data[index]))
+
+        def read(start: int, part: NDArray[np.bool_], data: Bytes, index: NDArray[np.int64]) -> None:
+            if not self._waited and start in self._unsettled:
+                raise EmulationError("race: a read of what a launch before writes, which nothing waited for")
+            found[part] = data[index]
+
+        self._each(at, width, read)
         return found
 
     def store(self, at: Addresses, values: Bytes) -> None:
         """values [n, width] to at [n]. Raises EmulationError like `load`."""
-        self._each(at, values.shape[1], lambda part, data, index: data.__setitem__(index, values[part]))
+
+        def write(start: int, part: NDArray[np.bool_], data: Bytes, index: NDArray[np.int64]) -> None:
+            if not self._waited:
+                raise EmulationError("race: a write while launches before are at work")
+            data[index] = values[part]
+            self.written.add(start)
+
+        self._each(at, values.shape[1], write)
 
     def _each(
-        self, at: Addresses, width: int, use: Callable[[NDArray[np.bool_], Bytes, NDArray[np.int64]], None]
+        self,
+        at: Addresses,
+        width: int,
+        use: Callable[[int, NDArray[np.bool_], Bytes, NDArray[np.int64]], None],
     ) -> None:
         if (at % width).any():
             raise EmulationError(f"{width} bytes of global memory at no multiple of {width}")
@@ -47,7 +81,7 @@ class GlobalMemory:
         for start, (_, data) in self._ranges.items():
             inside = left & (at >= start) & (at + width <= start + len(data))
             if inside.any():
-                use(inside, data, (at[inside] - start)[:, None] + np.arange(width))
+                use(start, inside, data, (at[inside] - start)[:, None] + np.arange(width))
                 left &= ~inside
                 if not left.any():
                     return

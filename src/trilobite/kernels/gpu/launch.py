@@ -47,6 +47,7 @@ class Launch:
 
 
 _listener: Callable[[Launch], None] | None = None
+_recorded = CAPABILITY
 
 
 def launch(
@@ -93,14 +94,17 @@ def launch(
 
 
 @contextmanager
-def recording(listener: Callable[[Launch], None]) -> Iterator[None]:
-    """Hand launches to `listener` instead of running them; results are undefined unless it does."""
-    global _listener
-    _listener = listener
+def recording(listener: Callable[[Launch], None], capability: tuple[int, int] = CAPABILITY) -> Iterator[None]:
+    """Hand launches to `listener` instead of running them; results are undefined unless it does.
+
+    capability: of the GPU whose launches they shall be
+    """
+    global _listener, _recorded
+    _listener, _recorded = listener, capability
     try:
         yield
     finally:
-        _listener = None
+        _listener, _recorded = None, CAPABILITY
 
 
 def interpreting() -> bool:
@@ -108,10 +112,14 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@lru_cache(maxsize=16)
 def chained(device: torch.device) -> bool:
     """Whether a launch may begin while the one before it ends: on Hopper and newer, whose programs can wait for that."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CHAINING
+    return (_capability(device) if device.type == "cuda" else _recorded) >= CHAINING
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def check_device(device: torch.device) -> None:
