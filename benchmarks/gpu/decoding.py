@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.ahead import reason
+from trilobite.measure.ahead import reason
 from trilobite.measure.gpu import FAILURES, captured, interval, random_weight
 from trilobite.recipe import Format
 from trilobite.runtime.modules.experts import PackedExperts

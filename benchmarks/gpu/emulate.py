@@ -21,13 +21,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.gpu import ahead as ahead
 from benchmarks.gpu.check import COLUMNS, FORMATS, LIMITS, Check, relative_error
 from benchmarks.lib.markdown import insert, table
 from tools.ptx.emulator import Emulator
 from tools.ptx.memory import EmulationError
 from trilobite.kernels.gpu import tuning
 from trilobite.kernels.gpu.launch import recording
+from trilobite.measure import ahead
 
 CPU = torch.device("cpu")
 TOKENS = (1, 12, 40)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.ahead import Wanted, compile_all, cores, noting, reason
 from benchmarks.gpu.rows import Row, cells
+from trilobite.measure.ahead import Wanted, compile_all, cores, noting, reason
 from trilobite.measure.gpu import seconds
 
 Calls = Sequence[Callable[[], object]]

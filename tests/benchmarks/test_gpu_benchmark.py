@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -29,7 +30,8 @@ from trilobite.errors import DeviceError
 from trilobite.formats.weight import dequantize
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
-from trilobite.kernels.gpu.tuning import CANDIDATES
+from trilobite.kernels.gpu import tuning
+from trilobite.kernels.gpu.tuning import Tile
 from trilobite.measure import gpu as triton_bench
 from trilobite.measure import tiles as triton_search
 from trilobite.measure.gpu import (
@@ -395,23 +397,68 @@ def test_a_new_process_goes_on_after_a_lost_gpu(
 
 
 def test_tuning_passes_over_tiles_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
+    tiles = triton_search.candidates(8)
+    tried = [{"linear": tile} for tile in tiles]
+    counted = iter(range(len(tiles)))
 
     def last_only(calls: object, repeats: int) -> float:
-        tried.append(None)
-        if len(tried) < len(CANDIDATES["small"]):
+        if next(counted) < len(tiles) - 1:
             raise triton_bench.TritonError("out of resource: shared memory")
         return 0.5
 
     monkeypatch.setattr(triton_search, "seconds", last_only)
-    assert triton_search._fastest("linear", 8, [[]], None) == (CANDIDATES["small"][-1], 0.5)
+    assert triton_search._fastest("linear", [[]], tried) == (tiles[-1], [0.5])
 
     def never(calls: object, repeats: int) -> float:
         raise triton_bench.TritonError("PTXAS error")
 
     monkeypatch.setattr(triton_search, "seconds", never)
     with pytest.raises(DeviceError, match=r"linear: none of \d+ tiles runs"):
-        triton_search._fastest("linear", 8, [[]], None)
+        triton_search._fastest("linear", [[]], tried)
+
+
+def test_tuning_takes_what_no_layer_loses_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large layer's gain of a tenth does not outweigh that the small one takes twice as long."""
+    first, second = triton_search.candidates(1)[:2]
+    times = iter((10.0, 2.0, 11.0, 1.0))
+    monkeypatch.setattr(triton_search, "seconds", lambda calls, repeats: next(times))
+    tried = [{"gate_up": first}, {"gate_up": second}]
+    assert triton_search._fastest("gate_up", [[], []], tried) == (second, [11.0, 1.0])
+
+
+def test_tuning_writes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels and clock are not there: which tiles are tried, in which order, and what is remembered."""
+    found, tables = list[dict[str, Tile]](), list[dict[str, tuple[Tile, ...]]]()
+
+    def clock(calls: object, repeats: int) -> float:
+        found.append(dict(tuning._forced))
+        return float(len(found) % 7 + 1)
+
+    monkeypatch.setattr(triton_search, "seconds", clock)
+    for name in ("random_layer", "random_weight", "repack", "copies"):
+        monkeypatch.setattr(triton_search, name, lambda *args, **kwargs: [])
+    for name in ("expert_calls", "linear_calls"):
+        monkeypatch.setattr(triton_search, name, lambda *args: [lambda: None])
+    monkeypatch.setattr(triton_search, "compile_all", lambda wanted, *rest: len(wanted))
+    monkeypatch.setattr(tuning, "remember", lambda gpu, table: tables.append(dict(table)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    said = list[str]()
+    triton_search.tune(torch.device("cuda"), said.append)
+    assert [list(t) for t in tables] == [["linear"], ["linear", "gate_up"], ["linear", "gate_up", "down"]]
+    (table,) = tuning.parse(tuning.render({"a GPU": tables[-1]}), "here").values()
+    for gate_up, down in zip(table["gate_up"], table["down"], strict=True):
+        assert (gate_up.tokens, gate_up.block_m) == (down.tokens, down.block_m)
+    assert all(f["down"].block_m == f["gate_up"].block_m for f in found if "down" in f)
+    assert any("kernels compiled" in line for line in said)
+
+
+def test_the_search_tries_what_was_found_by_searching() -> None:
+    for operation, tiles in tuning.shipped()["sm_90"].items():
+        for tile, each in zip(tiles, (*(t.tokens for t in tiles[:-1]), 256), strict=True):
+            tried = triton_search.candidates(each)
+            plain = replace(tile, tokens=tried[0].tokens, splits=0)
+            assert plain in [tuning.fitted(t, tile.block_m) for t in tried], (operation, each)
 
 
 def test_the_bf16_layer_is_the_same_layer(gpu_cases: ModuleType) -> None:
@@ -540,7 +587,8 @@ def test_launches_find_what_was_compiled_ahead(tmp_path: Path) -> None:
     """The cache's key of an ahead-of-time compilation is that of the launch, or all that work would be done twice."""
     code = """
 import torch, triton
-from benchmarks.gpu import ahead, compile as g
+from benchmarks.gpu import compile as g
+from trilobite.measure import ahead
 from trilobite.kernels.gpu.launch import recording
 
 def run(call, warps, warmup=False):
@@ -591,7 +639,8 @@ def test_emulated_kernels_need_their_barriers_and_waits(tmp_path: Path) -> None:
     """Without them the emulator sees a race: so it would see one in a kernel that lacks them."""
     code = """
 from dataclasses import replace
-from benchmarks.gpu import ahead, emulate as gpu_emulate
+from benchmarks.gpu import emulate as gpu_emulate
+from trilobite.measure import ahead
 from tools.ptx import emulator
 
 ahead.pretend(90)

@@ -19,7 +19,7 @@ MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 
 
 class Emulator:
-    """Compiles each launch for the GPU that Triton's driver names (benchmarks/gpu/ahead.py), and runs its blocks.
+    """Compiles each launch for the GPU that Triton's driver names (trilobite/measure/ahead.py), and runs its blocks.
 
     launches, instructions: so far, by kernel; an instruction is one of a whole block
     """

@@ -1,7 +1,8 @@
 """Which tiles are the fastest on this GPU: the search of `trilobite bench --tune`, whose table `tuning` keeps."""
 
-import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from trilobite.errors import DeviceError
 from trilobite.kernels.gpu import tuning
 from trilobite.kernels.gpu.layout.pack import repack
-from trilobite.kernels.gpu.tuning import CANDIDATES, Table, Tile
+from trilobite.kernels.gpu.tuning import Table, Tile
+from trilobite.measure.ahead import compile_all, cores, noting
 from trilobite.measure.gpu import (
     FAILURES,
     ROUTINGS,
@@ -23,12 +25,43 @@ from trilobite.measure.gpu import (
 from trilobite.measure.shapes import DEEPSEEK, MIXTRAL
 from trilobite.recipe import Format
 
-KINDS = ((8, ("small",)), (32, ("small", "medium")), (math.inf, ("medium", "large")))
-"""The `CANDIDATES` that are tried for at most so many rows."""
+Calls = Sequence[Callable[[], object]]
+
+FACTORED = {
+    8: (
+        (32, 4, 4, 3),
+        (64, 4, 4, 3),
+        (64, 2, 4, 3),
+        (64, 2, 2, 4),
+        (64, 1, 2, 4),
+        (32, 2, 2, 4),
+        (32, 1, 1, 4),
+    ),
+    16: (
+        (32, 4, 4, 3),
+        (64, 4, 4, 3),
+        (64, 2, 2, 4),
+        (64, 1, 2, 4),
+        (32, 2, 2, 4),
+        (32, 2, 2, 3),
+        (32, 1, 1, 4),
+    ),
+    32: ((64, 2, 4, 3), (64, 1, 2, 3), (64, 1, 4, 3)),
+}
+"""Tiles by slots: rows, chunks, warps, stages. Those that came first for some rows on an H200, and next to them."""
+SCALED = {
+    32: ((64, 4, 4), (128, 8, 3)),
+    64: ((64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3)),
+    128: ((64, 4, 3), (128, 8, 3), (128, 8, 4)),
+}
+"""The same, of one chunk: rows, warps, stages."""
+LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
+EXPERT_ROWS = (1, 4, 8, 16, 24, 32, 64, 256)
+"""Rows for which tiles are searched, an expert's or a linear layer's."""
 
 
 def tune(device: torch.device, report: Callable[[str], None]) -> None:
-    """Find the fastest tiles for this GPU: those of Mixtral's and DeepSeek-MoE's layers in INT3 g64, in sum.
+    """Find the fastest tiles for this GPU: for Mixtral's and DeepSeek-MoE's layers in INT3 g64.
 
     Each operation's go into the user's file as soon as they are found. Raises DeviceError without a GPU.
     """
@@ -38,55 +71,89 @@ def tune(device: torch.device, report: Callable[[str], None]) -> None:
         )
     fmt = Format(bits=3, group=64)
     layers = [(layer, random_layer(layer, fmt, device)) for layer in (MIXTRAL, DEEPSEEK)]
-    matrix = copies(repack([[random_weight(4096, 4096, fmt, device=device)]]), ROUTINGS)
-    table: Table = {}
+    matrices = [
+        copies(repack([[random_weight(n, n, fmt, device=device)]]), ROUTINGS)
+        for n in (MIXTRAL.hidden, DEEPSEEK.hidden)
+    ]
 
-    def experts_at(each: int) -> list[list[Callable[[], object]]]:
+    def experts_at(each: int) -> list[Calls]:
         tokens = [1 if each == 1 else max(2, each * la.experts // la.active) for la, _ in layers]
         return [expert_calls(la, pack, t) for (la, pack), t in zip(layers, tokens, strict=True)]
 
-    def linear_at(each: int) -> list[list[Callable[[], object]]]:
-        return [linear_calls(matrix, each)]
+    def linear_at(each: int) -> list[Calls]:
+        return [linear_calls(packs, each) for packs in matrices]
 
+    table: Table = {}
     for operation, sizes, calls_at in (
-        ("linear", (1, 2, 4, 8, 16, 32, 64, 256), linear_at),
-        ("gate_up", (1, 4, 16, 32, 128), experts_at),
-        ("down", (1, 4, 16, 32, 128), experts_at),
+        ("linear", LINEAR_ROWS, linear_at),
+        ("gate_up", EXPERT_ROWS, experts_at),
+        ("down", EXPERT_ROWS, experts_at),
     ):
+        tried = {each: _tried(operation, each, table) for each in sizes}
+        _compile(((calls_at(each), tiles) for each, tiles in tried.items()), report)
         fastest = []
-        for each in sizes:
-            best, took = _fastest(operation, each, calls_at(each), _chosen_gate_up(table, each))
+        for each, tiles in tried.items():
+            best, took = _fastest(operation, calls_at(each), tiles)
             fastest.append(replace(best, tokens=(1 << 30) if each == sizes[-1] else each))
-            report(f"{operation}, {each} rows: {took * 1e6:.1f} us with {best}")
+            report(f"{operation}, {each} rows: {' '.join(f'{t * 1e6:.1f}' for t in took)} us with {best}")
         table[operation] = tuple(fastest)
         tuning.remember(torch.cuda.get_device_name(device), table)
 
 
-def _chosen_gate_up(table: Table, each: int) -> Tile | None:
-    """The gate_up tile chosen before for so many rows: the down projection shares its slots a tile and its form."""
-    tiles = table.get("gate_up", ())
-    return next((t for t in tiles if each <= t.tokens), None)
+Forced = dict[str, Tile]
+"""Tiles to be used whatever the tables say, by operation."""
 
 
-def _fastest(
-    operation: str, each: int, groups: list[list[Callable[[], object]]], gate_up: Tile | None
-) -> tuple[Tile, float]:
-    """The candidate with the least seconds, summed over the groups' medians, and these. each: rows of an expert."""
-    kinds = next(kinds for most, kinds in KINDS if each <= most)
-    tiles = [t for kind in kinds for t in CANDIDATES[kind]]
-    if operation == "down" and gate_up is not None:
-        tiles = list(dict.fromkeys(tuning.fitted(t, gate_up.block_m) for t in tiles))
+def _tried(operation: str, each: int, table: Table) -> list[Forced]:
+    """What is tried for so many rows; down projections share their slots a tile with the gate_up tile chosen before."""
+    tiles = candidates(each)
+    if operation != "down":
+        return [{operation: tile} for tile in tiles]
+    gate_up = next(t for t in table["gate_up"] if each <= t.tokens)
+    down = dict.fromkeys(tuning.fitted(t, gate_up.block_m) for t in tiles)
+    return [{"gate_up": gate_up, "down": tile} for tile in down]
+
+
+def candidates(each: int) -> list[Tile]:
+    """Tiles whose slots are neither many times so many rows nor much fewer."""
+    found = [
+        Tile(tokens=1 << 30, form="factored", block_n=n, block_m=m, chunks=c, warps=w, stages=s)
+        for m, tiles in FACTORED.items()
+        for n, c, w, s in tiles
+    ]
+    found += [
+        Tile(tokens=1 << 30, form="scaled", block_n=n, block_m=m, warps=w, stages=s)
+        for m, tiles in SCALED.items()
+        for n, w, s in tiles
+    ]
+    most = max(FACTORED.keys() | SCALED.keys())
+    return [t for t in found if min(each, most) / 2 <= t.block_m <= max(8, 4 * each)]
+
+
+def _compile(work: Iterable[tuple[list[Calls], list[Forced]]], report: Callable[[str], None]) -> None:
+    """Compile what these calls launch under these tiles, on all cores: one by one it would take many minutes."""
+    started, capability = time.perf_counter(), torch.cuda.get_device_capability()
+    with noting() as wanted:
+        for groups, tried in work:
+            for forced in tried:
+                with tuning.forcing(forced):
+                    for calls in groups:
+                        calls[0]()
+    failed = list[str]()
+    count = compile_all(list(wanted), 10 * capability[0] + capability[1], cores(), failed.append)
+    report(f"{count} of {len(wanted)} kernels compiled in {time.perf_counter() - started:.0f} s")
+
+
+def _fastest(operation: str, groups: list[Calls], tried: list[Forced]) -> tuple[Tile, list[float]]:
+    """The tile that comes closest to the best of every group, on average, and the seconds of each group with it."""
     timed = []
-    for tile in tiles:
-        forced = {operation: tile} | ({"gate_up": gate_up} if operation == "down" and gate_up else {})
-        with tuning.forcing(forced):
-            try:
-                timed.append((sum(seconds(calls, 10) for calls in groups), tile))
-            except FAILURES:  # more shared memory than this GPU has
-                continue
+    for forced in tried:
+        with suppress(*FAILURES), tuning.forcing(forced):  # more shared memory than this GPU has
+            timed.append(([seconds(calls, 10) for calls in groups], forced[operation]))
     if not timed:
         raise DeviceError(
-            f"{operation}: none of {len(tiles)} tiles runs on this GPU; the tables of the package stay in use"
+            f"{operation}: none of {len(tried)} tiles runs on this GPU; the tables of the package stay in use"
         )
-    took, best = min(timed, key=lambda pair: pair[0])
+    least = [min(times) for times in zip(*(times for times, _ in timed), strict=True)]
+    took, best = min(timed, key=lambda pair: sum(t / b for t, b in zip(pair[0], least, strict=True)))
     return best, took

@@ -55,39 +55,6 @@ THIRD, HALF = 168, 255
 FORMS = ("factored", "scaled")
 
 
-def _tile(form: str, block_n: int, block_m: int, chunks: int, warps: int, stages: int) -> Tile:
-    return Tile(
-        tokens=1 << 30,
-        form=form,
-        block_n=block_n,
-        block_m=block_m,
-        chunks=chunks,
-        warps=warps,
-        stages=stages,
-    )
-
-
-CANDIDATES = {
-    "small": tuple(
-        _tile("factored", n, m, c, w, s)
-        for m in (8, 16)
-        for n, c, w, s in (
-            (32, 4, 4, 3),
-            (32, 4, 4, 4),
-            (64, 4, 4, 3),
-            (64, 2, 2, 4),
-            (64, 1, 2, 4),
-            (16, 4, 4, 4),
-        )
-    ),
-    "medium": tuple(_tile("factored", n, 32, c, w, 3) for n, c, w in ((64, 2, 4), (64, 1, 2), (64, 1, 4))),
-    "large": tuple(
-        _tile("scaled", n, m, 1, 8, s)
-        for n, m, s in ((128, 64, 3), (128, 128, 3), (64, 64, 4), (128, 128, 4))
-    ),
-}
-"""What `trilobite bench --tune` tries: up to 16 rows, up to 32, and above."""
-
 Table = dict[str, tuple[Tile, ...]]
 _forced: dict[str, Tile] = {}
 _pretended: tuple[str, ...] | None = None

@@ -51,15 +51,19 @@ class Absent:
     """A driver of a GPU that this process does not touch: no context, no memory."""
 
     def __init__(self, capability: int) -> None:
+        """capability: of the GPU, 90 for 9.0."""
         self.target = GPUTarget("cuda", capability, 32)
 
     def get_current_target(self) -> GPUTarget:
+        """Of that capability."""
         return self.target
 
     def get_current_device(self) -> int:
+        """The first."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
+        """The default one."""
         return 0
 
 
