@@ -203,7 +203,7 @@ def suited(tile: Tile, bits: int, step: int, rank_bits: int) -> Tile:
         elif step <= 32 or (rank_bits and OLD_TRITON):
             registers = max(registers, HALF)
         elif rank_bits and bits < WIDE:
-            registers = max(registers, THIRD)
+            registers = max(registers, THIRD if tile.warps >= 4 else HALF)
     if (stages, chunks, registers) == (tile.stages, tile.chunks, tile.registers):
         return tile  # mostly so, and this runs before every launch
     return replace(tile, stages=stages, chunks=chunks, registers=registers)
