@@ -148,16 +148,15 @@ def names_of(device: torch.device) -> tuple[str, ...]:
     """Names under which tables for a device may stand, the most particular first."""
     if device.type != "cuda":
         return general()
-    name = torch.cuda.get_device_name(device)
-    if OLD_TRITON:  # tables of architectures are of code by newer ones
-        return general(name)
     major, minor = torch.cuda.get_device_capability(device)
-    return general(name, f"sm_{major}{minor}", f"sm_{major}0")
+    return general(torch.cuda.get_device_name(device), f"sm_{major}{minor}", f"sm_{major}0")
 
 
 def general(*names: str) -> tuple[str, ...]:
     """Names of a GPU's tables, and those of tables for any GPU after them."""
-    return (*names, "Triton before 3.8", "default") if OLD_TRITON else (*names, "default")
+    if OLD_TRITON:  # tables of architectures are of what newer ones compile
+        return (*(n for n in names if not n.startswith("sm_")), "Triton before 3.8", "default")
+    return (*names, "default")
 
 
 @lru_cache(maxsize=64)
