@@ -13,10 +13,13 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.packing import relative_error
 from support.paths import ROOT
+
+from tools.ptx.memory import EmulationError, GlobalMemory
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from support import triton_interpreter
@@ -674,6 +677,22 @@ for name, kind in faults:
     )
     for failure, message in zip(failures, expected, strict=True):
         assert message in failure
+
+
+def test_programs_of_an_early_launch_wait_before_they_write_or_end() -> None:
+    """What they read too soon the emulated kernels above show."""
+    buffer = np.zeros(8, np.uint8)
+    memory = GlobalMemory(early=True)
+    memory.add("y", buffer.ctypes.data, buffer.nbytes)
+    at, ones = np.array([buffer.ctypes.data]), np.ones((1, 4), np.uint8)
+    with pytest.raises(EmulationError, match="a write while launches before are at work"):
+        memory.store(at, ones)
+    memory.wait()
+    memory.store(at, ones)
+    memory.end_program()
+    with pytest.raises(EmulationError, match="has not waited"):
+        memory.end_program()  # the next program has to wait for itself
+    assert buffer.sum() == 4
 
 
 def test_compilations_cover_the_forms_that_layers_take() -> None:
