@@ -1,4 +1,5 @@
 import os
+import signal
 
 # Before torch is imported, here and in the processes that tests start: several of them share a few cores, and a thread
 # that waits by spinning keeps the one that it waits for from running.
@@ -12,6 +13,10 @@ from support.paths import SHARED
 
 # Before anything imports Triton: its kernels are tested on the CPU, in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# A script's background job ignores Ctrl-C, and so would all programs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,6 +23,8 @@ from trilobite.runtime.step.replay import COMPARED
 
 pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
 
+CHOSEN = 32
+"""Rows that an index of keys chooses."""
 CHUNKS = {"attention_chunk_size": 16}
 KINDS: dict[str, tuple[dict[str, Any], set[Kind]]] = {
     "qwen3_next": ({}, {Kind.CONVOLVE, Kind.DELTA}),
@@ -34,9 +36,14 @@ KINDS: dict[str, tuple[dict[str, Any], set[Kind]]] = {
     "llama4_text": (CHUNKS, set()),
     "gemma4_text": ({}, {Kind.PICK}),
     "mimo_v2_flash": ({}, set()),
+    "deepseek_v32": ({"index_topk": CHOSEN}, set()),
+    "glm_moe_dsa": ({"index_topk": CHOSEN}, set()),
+    "glm5_next": ({"text_config": {"index_topk": CHOSEN}}, set()),
+    "minimax_m3_vl_text": ({"index_topk_blocks": CHOSEN // 4}, set()),
 }
 """Model types, values of their configurations, and kinds of nodes that their steps have."""
 STATES = ("qwen3_next", "lfm2_moe", "nemotron_h")
+INDEXED = ("deepseek_v32", "minimax_m3_vl_text")
 Packed = Callable[[str], Path]
 
 
@@ -64,7 +71,7 @@ def begun(model: PreTrainedModel, seed: int = 0) -> DynamicCache:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits(kind: str, packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two turns, longer than windows and chunks are."""
+    """Of two turns, longer than windows and chunks are, and than what an index of keys chooses."""
     nodes: set[int] = set()
     program = ops.step.program
     monkeypatch.setattr(ops.step, "program", lambda n: (nodes.update(x.kind for x in n), program(n))[1])
@@ -77,7 +84,7 @@ def test_bits(kind: str, packed: Packed, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same(ours, conversation(plain(model)))
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("kind", [*STATES, *INDEXED])
 def test_two_texts_in_turns(kind: str, packed: Packed) -> None:
     """Each text's states are its own, also while another one's are where the step has them."""
     model = load(str(packed(kind)))
@@ -96,7 +103,7 @@ def test_two_texts_in_turns(kind: str, packed: Packed) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("kind", [*STATES, *INDEXED])
 def test_a_copy_goes_on_by_itself(kind: str, packed: Packed) -> None:
     """As does what it was copied from, and a cache that lost its text."""
     model = load(str(packed(kind)))
@@ -152,7 +159,7 @@ def test_what_a_comparison_undoes(at: str, packed: Packed, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("deepseek_v32", "its cache has layers that are DynamicIndexedLayer"),
+        ("deepseek_v4", "its cache has layers that are DeepseekV4CSACache, DeepseekV4HCACache"),
         ("minimax", "its cache is a MiniMaxCache"),
         ("jetmoe", "it reads values of tensors (tolist)"),
     ],
@@ -166,6 +173,46 @@ def test_one_line_says_why_not(kind: str, why: str, packed: Packed, caplog: pyte
     assert step_of(model).ready is None
     lines = [r.getMessage() for r in caplog.records if r.name.startswith("trilobite.runtime.step")]
     assert lines == [f"{type(model).__name__}: steps run as transformers runs them: {why}"]
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_an_index_that_chooses(kind: str, packed: Packed, caplog: pytest.LogCaptureFixture) -> None:
+    """Up to what it chooses steps come from a list, behind that they do not, as one line says, once."""
+    model = load(str(packed(kind)))
+    step, ran = step_of(model), list[int]()
+    run = step._run_list
+    step._run_list = lambda ready, token, position: (ran.append(position), run(ready, token, position))[1]  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        long, _ = conversation(model, turns=1, steps=CHOSEN)
+        first = ran[:]
+        short, _ = conversation(model, turns=1, steps=8)
+    assert first == [*range(8, CHOSEN)]
+    assert ran[len(first) :] == [*range(6, 14)]
+    assert all(map(torch.equal, long, short))
+    (line,) = (r.getMessage() for r in caplog.records if r.name.startswith("trilobite.runtime.step"))
+    assert line.endswith(f"from token {CHOSEN + 1} on its index of keys chooses rows")
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_a_long_text_does_not_spoil_a_short_one(kind: str, packed: Packed) -> None:
+    """Nothing is recorded of a text behind what an index chooses, and nothing is said against the model."""
+    model = load(str(packed(kind)))
+    step, cache = step_of(model), DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=tokens(CHOSEN + 2)[None], past_key_values=cache, use_cache=True)
+    feed(model, cache, tokens(6))
+    assert step.why is None
+    assert step.ready is None
+    cache.crop(-20)
+    ours = feed(model, cache, tokens(16)), cache
+    assert step.compared == COMPARED
+    plain(model)
+    other = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=tokens(CHOSEN + 2)[None], past_key_values=other, use_cache=True)
+    feed(model, other, tokens(6))
+    other.crop(-20)
+    assert_same(ours, (feed(model, other, tokens(16)), other))
 
 
 def test_a_position_that_python_counts(packed: Packed) -> None:

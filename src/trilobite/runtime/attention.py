@@ -64,14 +64,7 @@ def attention(
     returns: [B, T, heads, D]    The keyword arguments are those of transformers' attention functions.
     """
     attention_mask = _with_choice(module, key, attention_mask, kwargs)
-    latents = latents_of(module, key)
-    if latents is None:
-        made = _observed_natively(query, key, value, attention_mask, kwargs)
-    else:
-        made = _to_latents(latents, query, key, value, attention_mask, kwargs)
-        if made is None:
-            key, value = latents.expanded(key, value)
-            made = _observed_natively(query, key, value, attention_mask, kwargs)
+    made, key, value = _step(module, query, key, value, _of_a_step(query, attention_mask), kwargs)
     if made is not None:
         return made, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
@@ -86,7 +79,7 @@ def attention_with_sinks(
     """
     attention_mask = _with_choice(module, key, attention_mask, kwargs)
     mask = None if attention_mask is None else attention_mask == 0
-    made = _observed_natively(query, key, value, mask, kwargs)
+    made, key, value = _step(module, query, key, value, mask, kwargs)
     if made is not None:
         return made, None
     own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
@@ -103,6 +96,8 @@ def _with_choice(
     """
     indices, blocks = (kwargs.pop(name, None) for name in ("indices", "block_indices"))
     length = key.shape[2]
+    if blocks is not None and blocks.shape[3] * module.indexer.block_size >= length:  # type: ignore[operator, union-attr]
+        return mask
     if blocks is not None:
         positions = kwargs.get("position_ids")
         if positions is None:
@@ -116,6 +111,27 @@ def _with_choice(
     if mask is None or mask.dtype == torch.bool:
         return chosen if mask is None else mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(key.dtype).min)
+
+
+def _step(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """A step of decoding by the engine, or None; and keys and values, made of latents where others need them."""
+    latents = latents_of(module, key)
+    if latents is not None:
+        made = _to_latents(latents, query, key, value, mask, kwargs)
+        if made is not None:
+            return made, key, value
+        key, value = latents.expanded(key, value)
+    return _observed_natively(query, key, value, mask, kwargs), key, value
+
+
+def _of_a_step(query: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask of one new token a text, as bool where its numbers say no more: 0, or as little as there is."""
+    if mask is None or mask.dtype == torch.bool or query.shape[2] != 1 or torch.compiler.is_compiling():
+        return mask
+    seen = mask == 0
+    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else mask
 
 
 def _observed_natively(
@@ -220,6 +236,7 @@ def attend_natively(model: PreTrainedModel) -> None:
         attend_to_latents(model, ATTENTION)
     elif model.config.model_type in SINKS:
         model.set_attn_implementation(WITH_SINKS)
+        attend_to_latents(model, WITH_SINKS)
 
 
 SINKS = ("flint", "gpt_oss", "granitemoe_swa", "hy_v4", "mimo_v2_flash")

@@ -7,9 +7,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers import cache_utils as theirs
 
+from trilobite.runtime.step.index import FIELDS
 from trilobite.runtime.step.states import states_of
 
 ROWS = (theirs.DynamicLayer, theirs.DynamicSlidingWindowLayer)
+INDEXED = ("DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer")
+"""Names of those with an index of keys beside: not all releases have them, and one is a model's own."""
 BOTH = (
     theirs.LinearAttentionAndFullAttentionLayer,
     theirs.LinearAttentionAndSlidingWindowAttentionLayer,
@@ -17,6 +20,14 @@ BOTH = (
 STATES = (theirs.LinearAttentionLayer, *BOTH)
 LAYERS = (*ROWS, *STATES, getattr(theirs, "DummyLayer", None))
 """Of caches: keys and values of each token, states of a fixed size, both, and nothing, which the oldest do not know."""
+
+
+def _holds_rows(layer: Any) -> bool:
+    return type(layer) in (*ROWS, *BOTH) or type(layer).__name__ in INDEXED
+
+
+def _is_known(layer: Any) -> bool:
+    return type(layer) in LAYERS or type(layer).__name__ in INDEXED
 
 
 def is_step_in_pages(kwargs: dict[str, Any]) -> bool:
@@ -47,8 +58,8 @@ def grows(cache: DynamicCache) -> bool:
     layers = cache.layers
     return (
         not cache.offloading
-        and any(type(x) in (*ROWS, *BOTH) for x in layers)
-        and all(type(x) in LAYERS and _begun(x) for x in layers)
+        and any(_holds_rows(x) for x in layers)
+        and all(_is_known(x) and _begun(x) for x in layers)
     )
 
 
@@ -60,8 +71,8 @@ def _begun(layer: Any) -> bool:
 
 
 def strange_layers(config: PreTrainedConfig) -> list[str]:
-    """Kinds of layers in a model's cache that are none of LAYERS."""
-    return sorted({type(x).__name__ for x in DynamicCache(config=config).layers if type(x) not in LAYERS})
+    """Kinds of layers in a model's cache that steps do not know."""
+    return sorted({type(x).__name__ for x in DynamicCache(config=config).layers if not _is_known(x)})
 
 
 def follows(length: int, mask: Tensor | None, position: Tensor | None) -> bool:
@@ -76,7 +87,7 @@ class Kept:
 
     def __init__(self, cache: DynamicCache) -> None:
         """Tensors of rows, which are never changed in place, and copies of states, which are."""
-        rows = ("keys", "values", "cumulative_length")
+        rows = ("keys", "values", "cumulative_length", *FIELDS.values(), "is_indexer_initialized")
         self.layers = [
             (x, {name: getattr(x, name) for name in rows if hasattr(x, name)}) for x in cache.layers
         ]

@@ -17,6 +17,7 @@ from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.residence import AsStored
 from trilobite.runtime.step.conditions import same_bits
+from trilobite.runtime.step.index import Index
 from trilobite.runtime.step.rows import Rows
 from trilobite.runtime.step.small import small_nodes
 from trilobite.runtime.step.states import States
@@ -65,7 +66,7 @@ def _read_by_matrix(node: Node) -> tuple[int, int, torch.Size] | None:
 class Lowered:
     """A step that runs: `steps` one after the other, on the places of `inputs`, then `logits` is there.
 
-    words: the same memory as `inputs`    rows, states: of the cache's layers
+    words: the same memory as `inputs`    rows, states, indices: of the cache's layers
     fixed: tensors of the model that places or results depend on
     """
 
@@ -75,6 +76,7 @@ class Lowered:
     logits: Tensor
     rows: dict[int, Rows]
     states: dict[int, States]
+    indices: dict[int, Index]
     fixed: list[Tensor]
     natives: int
     keep: list[Any] = field(default_factory=list)
@@ -92,6 +94,7 @@ class Lowering:
         self.keep: list[Any] = []
         self.natives = 0
         self.rows: dict[int, Rows] = {}
+        self.indices: dict[int, Index] = {}
         self.fixed: dict[int, Tensor] = {}
         self.states = {key: _like(t) for key, t in trace.states.items()}
         pairs = [*zip(trace.inputs, self.inputs, strict=True)]
@@ -99,6 +102,8 @@ class Lowering:
         self.given = {storage(t): place for t, place in pairs}
         if len(self.given) < len(pairs):
             raise Unsuited("states of its cache share memory")
+        if {storage(t) for t in (logits, *trace.states.values())} & trace.choices.keys():
+            raise Unsuited("what its index of keys finds goes elsewhere than to the engine's attention")
         attending = [n for n in trace.nodes if n.kind == "attend"]
         self.widths = {n.what: n.args[0].shape[3] for n in attending}
         self.chunks = {n.what: n.kwargs["chunk"] for n in attending}
@@ -133,6 +138,7 @@ class Lowering:
     def _arrange(self, nodes: list[Node], logits: int) -> dict[int, int]:
         """Where in one stretch of memory each storage lies; stretches are used again once nobody reads them any more."""
         cached = {storage(t) for n in self.trace.nodes if n.kind == "append" for t in n.kwargs["rows"]}
+        cached |= self.trace.choices.keys()
         sizes: dict[int, int] = {}
         last: dict[int, int] = {}
         for at, node in enumerate(nodes):
@@ -262,9 +268,17 @@ class Lowering:
         self.keep.append(row)
         parts = (row[:, :width], key[0, :, 0]), (row[:, width:], value[0, :, 0])
         return [
-            *(ops.step.elementwise(ops.step.Kind.COPY, *p) for p in parts),
+            *(ops.step.elementwise(ops.step.Kind.COPY, to, t) for to, t in parts if t.numel()),
             ops.step.append_row(row, row, rows.native),
         ]
+
+    def _index(self, node: Node) -> list[Any]:
+        key = self.place(node.args[0])
+        if key.numel() != key.shape[-1] or not key.is_contiguous() or node.what in self.indices:
+            raise Unsuited(f"its index of keys takes some of shape {list(key.shape)}")
+        row = key.view(1, -1)
+        index = self.indices[node.what] = Index(node.kwargs["field"], row.shape[1], row.dtype)
+        return [ops.step.append_row(row, row, index.native)]
 
     def _attend(self, node: Node) -> list[Any]:
         rows, (query,), (made,) = self.rows[node.what], node.args, node.outputs
@@ -348,6 +362,7 @@ def lower(trace: Trace, logits: Tensor) -> Lowered:
         logits=made.logits,
         rows=made.rows,
         states={at: States(places) for at, places in made.states_by_layer().items()},
+        indices=made.indices,
         fixed=list(made.fixed.values()),
         natives=made.natives,
         keep=made.keep,

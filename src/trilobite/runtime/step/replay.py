@@ -34,6 +34,7 @@ from trilobite.runtime.step.conditions import (
     strange_layers,
     undisturbed,
 )
+from trilobite.runtime.step.index import chosen_rows
 from trilobite.runtime.step.lower import Lowered, lower
 from trilobite.runtime.step.trace import Trace, differ, record
 from trilobite.runtime.step.unsuited import NotNow, Unsuited
@@ -78,7 +79,8 @@ class Step:
         self.compared = 0
         self.why: str | None = None
         self.wait = self.failures = 0
-        self.looked = False
+        self.looked = self.was_long = False
+        self.most: float | None = None
         self.pages_of: PagesOf | None = None
         self.compared_in_pages = False
         self.__doc__ = type(model).forward.__doc__
@@ -135,7 +137,7 @@ class Step:
     def _way(self, kwargs: dict[str, Any]) -> Callable[[dict[str, Any]], Any] | None:
         """What runs a step of this kind; None where it is none."""
         if self._is_step(kwargs):
-            return self._step
+            return self._step if self._chooses_all(kwargs[CACHE]) else None
         return self._step_in_pages if self.pages_of is not None and is_step_in_pages(kwargs) else None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +162,17 @@ class Step:
             and grows(cache)
             and follows(cache.get_seq_length(), kwargs.get("attention_mask"), kwargs.get("position_ids"))
         )
+
+    def _chooses_all(self, cache: DynamicCache) -> bool:
+        """Whether indices of keys, where a step has some, choose all that the cache holds."""
+        if self.most is None:
+            self.most = chosen_rows(self.model.config, cache)
+        if cache.get_seq_length() < self.most:
+            return True
+        if not self.was_long:
+            self.was_long = True
+            self._say(logging.WARNING, f"from token {self.most + 1:.0f} on its index of keys chooses rows")
+        return False
 
     def _caches(self, asked: bool | None) -> bool:
         return bool(self.model.config.use_cache if asked is None else asked)
@@ -299,9 +312,13 @@ class Step:
             rows.follow(layers[i])
         for i, states in ready.states.items():
             states.follow(layers[i])
+        for i, index in ready.indices.items():
+            index.follow(layers[i])
         logits = self._run_list(ready, int(ids), at)
         for i, rows in ready.rows.items():
             rows.advance(layers[i])
+        for i, index in ready.indices.items():
+            index.advance(layers[i])
         return logits
 
     def _run_list(self, ready: Lowered, token: int, position: int) -> Tensor:
@@ -310,7 +327,7 @@ class Step:
             for call, args, kwargs in ready.steps:
                 call(*args, **kwargs)
         except BaseException:
-            for rows in ready.rows.values():
+            for rows in (*ready.rows.values(), *(index.rows for index in ready.indices.values())):
                 rows.forget()
             raise
         return ready.logits.clone()
@@ -322,7 +339,7 @@ class Step:
             return self._forward(**kwargs)
         pages = [pages_of(kwargs, i) for i in ready.rows]
         try:
-            if ready.states:
+            if ready.states or ready.indices:
                 raise Unsuited("its cache holds more than keys and values")
             for rows, found in zip(ready.rows.values(), pages, strict=True):
                 if found is None:

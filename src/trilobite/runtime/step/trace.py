@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from trilobite.runtime import attention as attention_of_models
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.modules.residence import PackedModule
+from trilobite.runtime.step.index import FIELDS
 from trilobite.runtime.step.states import states_of
 from trilobite.runtime.step.unsuited import Unsuited
 
@@ -25,7 +26,7 @@ from trilobite.runtime.step.unsuited import Unsuited
 class Node:
     """One thing done. what: torch's operator, the packed module, or the number of the cache's layer.
 
-    kind: "torch", "module", "append" (keys and values of the token) or "attend" (query)
+    kind: "torch", "module", "append" (keys and values of the token), "index" (its key of an index) or "attend" (query)
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Trace:
 
     position: the second input as a number, []
     states: of layers of the cache, tensors of a fixed size that the step reads and changes
+    choices: what was made of the keys of an index, by storage: kept, so that no other tensor gets that
     called: the modules that ran
     """
 
@@ -48,6 +50,7 @@ class Trace:
     position: Tensor
     states: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
+    choices: dict[int, Tensor] = field(default_factory=dict)
     called: list[nn.Module] = field(default_factory=list)
     result: Any = None
 
@@ -93,7 +96,7 @@ def live(nodes: list[Node], wanted: list[Tensor]) -> list[Node]:
     """Those on which tensors depend, or rows of the cache."""
     needed, found = set(map(storage, wanted)), []
     for node in reversed(nodes):
-        if node.kind == "append" or {storage(t) for t in (*node.outputs, *changed(node))} & needed:
+        if node.kind in ("append", "index") or {storage(t) for t in (*node.outputs, *changed(node))} & needed:
             found.append(node)
             needed |= {storage(t) for t in tensors_in((node.args, arguments(node)))}
     return found[::-1]
@@ -125,7 +128,7 @@ class _NoReads(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS and not self.recorder.quiet:
+        if func in READS and not self.recorder.quiet and not self.recorder.chooses(args):
             raise Unsuited(f"it reads values of tensors ({func.__name__})")
         return func(*args, **(kwargs or {}))
 
@@ -142,10 +145,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.chunks: dict[int, int] = {}
         """Of layers whose tokens look at those of their chunk alone, how many it has."""
 
+    def chooses(self, args: Any) -> bool:
+        """Whether something only says what an index of keys chooses: `attend` looks that this was everything."""
+        choices = self.trace.choices
+        return bool(choices) and any(storage(t) in choices for t in tensors_in(args))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self.quiet:
+        if self.quiet:
+            return result
+        if self.chooses((args, kwargs)):
+            self.trace.choices |= {storage(t): t for t in tensors_in(result)}
+        else:
             for tag, why in REFUSED:
                 if tag in func.tags and not _picks_by_number(func, args):
                     raise Unsuited(f"{func} {why}")
@@ -158,9 +170,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _with_position(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments; of `torch.arange(n) + past`, as models count tokens, the position in the place of its value."""
-        if func == torch.ops.aten.add.Tensor and args[0].dtype == torch.int64 and type(args[1]) is int:
-            return (args[0], self.trace.position) if args[1] == self.at else args
-        return args
+        if func != torch.ops.aten.add.Tensor or type(args[1]) is not int or args[1] != self.at:
+            return args
+        counts = args[0].dtype == torch.int64 and storage(args[0]) != storage(self.trace.position)
+        return (args[0], self.trace.position) if counts else args
 
     def note(self, kind: str, what: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...]) -> None:
         args = tuple(list(a) if isinstance(a, list) else a for a in args)
@@ -204,6 +217,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.nodes[-1].kwargs["rows"] = (keys, values)
             self.rows[id(keys)] = self.rows[id(values)] = layer
             return keys, values
+
+        return recorded
+
+    def index(self, layer: int, field: str, real: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """What takes the keys of a layer's index, as one node."""
+
+        def recorded(keys: Tensor) -> Tensor:
+            with self.silence():
+                found = real(keys)
+            self.note("index", layer, (keys,), {"field": field}, ())
+            self.trace.choices[storage(found)] = found
+            return found
 
         return recorded
 
@@ -255,6 +280,11 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
         for module in packed:
             stack.enter_context(_replaced(module, "forward", recorder.module(module, module.forward)))
         stack.enter_context(_replaced(cache, "update", recorder.update(cache.update)))
+        for at, layer in enumerate(cache.layers):
+            for name, field in FIELDS.items():
+                if hasattr(layer, name):
+                    taken = recorder.index(at, field, getattr(layer, name))
+                    stack.enter_context(_replaced(layer, name, taken))
         stack.enter_context(attention_of_models.observed(recorder))
         stack.enter_context(
             nn.modules.module.register_module_forward_pre_hook(lambda m, _: trace.called.append(m))
