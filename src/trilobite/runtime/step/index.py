@@ -13,7 +13,7 @@ from trilobite.kernels import ops
 from trilobite.runtime.step.rows import Rows
 
 FIELDS = {"update_indexer": "indexer_keys", "update_index": "idx_keys"}
-"""What takes keys of new tokens, and where those of all are, [1, S, width] or [1, 1, S, width], of transformers' layers."""
+"""By what takes keys of new tokens, of transformers' layers: what has all of them, [1, S, width] or [1, 1, S, width]."""
 
 
 def chosen_rows(config: PreTrainedConfig, cache: DynamicCache) -> float:
