@@ -39,8 +39,22 @@ Codings = tuple[tuple[Coding, ...], ...]
 
 
 def spec_of(codings: Codings) -> list[int]:
-    """Codings as plain numbers, which is what an operator can take."""
-    return [int(v) for row in codings for c in row for v in vars(c).values()]
+    """Codings as plain numbers, which is what an operator can take; spelled out, for torch.compile to follow."""
+    return [
+        int(value)
+        for row in codings
+        for c in row
+        for value in (
+            c.bits,
+            c.group,
+            c.symmetric,
+            c.e8p,
+            c.tuned,
+            c.super_scales,
+            c.rank_bits,
+            c.rank,
+        )
+    ]
 
 
 @lru_cache(maxsize=1024)
