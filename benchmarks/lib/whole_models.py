@@ -77,6 +77,12 @@ SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         2,
         {**DEEPSEEK, **LATENT, "first_k_dense_replace": 1, "max_position_embeddings": 32768},
     ),
+    "deepseek-v3.2": (
+        "deepseek_v32",
+        "DeepSeek-V3.2 with 32 experts of 256",
+        3,
+        {"n_routed_experts": 32, "first_k_dense_replace": 1},
+    ),
 }
 """Model type, the model whose layers these are, how many of them, and what is not the type's default."""
 

@@ -400,7 +400,7 @@ def test_a_new_process_goes_on_after_a_lost_gpu(
 
 
 def test_tuning_passes_over_tiles_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = triton_search.candidates(8)
+    tiles = triton_search.candidates("linear", 8)
     tried = [{"linear": tile} for tile in tiles]
     counted = iter(range(len(tiles)))
 
@@ -422,7 +422,7 @@ def test_tuning_passes_over_tiles_that_do_not_run(monkeypatch: pytest.MonkeyPatc
 
 def test_tuning_takes_what_no_layer_loses_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """The large layer's gain of a tenth does not outweigh that the small one takes twice as long."""
-    first, second = triton_search.candidates(1)[:2]
+    first, second = triton_search.candidates("gate_up", 1)[:2]
     times = iter((10.0, 2.0, 11.0, 1.0))
     monkeypatch.setattr(triton_search, "seconds", lambda calls, repeats: next(times))
     tried = [{"gate_up": first}, {"gate_up": second}]
@@ -448,7 +448,8 @@ def test_tuning_writes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     said = list[str]()
     triton_search.tune(torch.device("cuda"), said.append)
-    assert [list(t) for t in tables] == [["linear"], ["linear", "gate_up"], ["linear", "gate_up", "down"]]
+    operations = ["linear", "gate_up", "down", "lattice"]
+    assert [list(t) for t in tables] == [operations[: n + 1] for n in range(4)]
     (table,) = tuning.parse(tuning.render({"a GPU": tables[-1]}), "here").values()
     for gate_up, down in zip(table["gate_up"], table["down"], strict=True):
         assert (gate_up.tokens, gate_up.block_m) == (down.tokens, down.block_m)
@@ -459,7 +460,7 @@ def test_tuning_writes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_search_tries_what_was_found_by_searching() -> None:
     for operation, tiles in tuning.shipped()["sm_90"].items():
         for tile, each in zip(tiles, (*(t.tokens for t in tiles[:-1]), 256), strict=True):
-            tried = triton_search.candidates(each)
+            tried = triton_search.candidates(operation, each)
             plain = replace(tile, tokens=tried[0].tokens, splits=0)
             assert plain in [tuning.fitted(t, tile.block_m) for t in tried], (operation, each)
 

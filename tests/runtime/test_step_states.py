@@ -19,6 +19,7 @@ from trilobite.kernels.ops import attends
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.load import load
+from trilobite.runtime.step.index import Index
 from trilobite.runtime.step.replay import COMPARED
 
 pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
@@ -191,6 +192,27 @@ def test_an_index_that_chooses(kind: str, packed: Packed, caplog: pytest.LogCapt
     assert all(map(torch.equal, long, short))
     (line,) = (r.getMessage() for r in caplog.records if r.name.startswith("trilobite.runtime.step"))
     assert line.endswith(f"from token {CHOSEN + 1} on its index of keys chooses rows")
+
+
+@pytest.mark.parametrize("lost", ["row", "index"])
+def test_an_index_that_lost_its_keys(lost: str, packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that keeps other keys is not taken, and a cache without an index is left to the model."""
+    model = load(str(packed("deepseek_v32")))
+    step, cache = step_of(model), begun(model)
+    with monkeypatch.context() as patch:
+        if lost == "row":
+            patch.setattr(Index, "advance", lambda self, layer: None)
+        made = feed(model, cache, tokens(4))
+    if lost == "row":
+        assert step.why == "what it keeps in its cache is something else"
+        plain(model)
+        other = begun(model)
+        assert_same((made, cache), (feed(model, other, tokens(4)), other))
+    else:
+        cache.layers[0].indexer_keys = None
+        with pytest.raises(TypeError):  # as without a list: torch has nothing to append to
+            feed(model, cache, tokens(1))
+        assert step.why == "its cache holds no keys of an index"
 
 
 @pytest.mark.parametrize("kind", INDEXED)

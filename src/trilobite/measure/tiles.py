@@ -22,8 +22,8 @@ from trilobite.measure.gpu import (
     random_weight,
     seconds,
 )
-from trilobite.measure.shapes import DEEPSEEK, MIXTRAL
-from trilobite.recipe import Format
+from trilobite.measure.shapes import DEEPSEEK, MIXTRAL, ExpertsShape
+from trilobite.recipe import Format, parse_format
 
 Calls = Sequence[Callable[[], object]]
 
@@ -44,13 +44,21 @@ SCALED = {
     128: ((64, 4, 3), (128, 8, 3), (128, 8, 4)),
 }
 """The same, of one chunk: rows, warps, stages."""
+LATTICE = {
+    8: ((64, 1, 2, 3), (128, 1, 4, 3), (64, 2, 2, 2), (32, 2, 2, 3)),
+    16: ((64, 2, 4, 2), (64, 2, 2, 2), (128, 1, 4, 3), (32, 4, 4, 1)),
+    32: ((64, 2, 4, 2), (64, 1, 2, 2), (64, 1, 4, 3)),
+    64: ((128, 1, 4, 2), (64, 1, 4, 3), (128, 1, 8, 3)),
+}
+"""Those of lattice formats, as FACTORED."""
 LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 EXPERT_ROWS = (1, 4, 8, 16, 24, 32, 64, 256)
+LATTICE_ROWS = (1, 4, 8, 16, 32, 64)
 """Rows for which tiles are searched, an expert's or a linear layer's."""
 
 
 def tune(device: torch.device, report: Callable[[str], None]) -> None:
-    """Find the fastest tiles for this GPU: for Mixtral's and DeepSeek-MoE's layers in INT3 g64.
+    """Find the fastest tiles for this GPU: for layers of Mixtral and DeepSeek-MoE in INT3 g64, and in E8P of 2 and 3 bits.
 
     Each operation's go into the user's file as soon as they are found. Raises DeviceError without a GPU.
     """
@@ -59,15 +67,20 @@ def tune(device: torch.device, report: Callable[[str], None]) -> None:
             "tuning measures on a GPU, and there is none; the tables of the package stay in use"
         )
     fmt = Format(bits=3, group=64)
-    layers = [(layer, random_layer(layer, fmt, device)) for layer in (MIXTRAL, DEEPSEEK)]
+    layers, rotated = (
+        [(layer, random_layer(layer, f, device)) for f in formats for layer in (MIXTRAL, DEEPSEEK)]
+        for formats in ((fmt,), (parse_format("e8p-2"), parse_format("e8p-3")))
+    )
     matrices = [
         copies(repack([[random_weight(n, n, fmt, device=device)]]), ROUTINGS)
         for n in (MIXTRAL.hidden, DEEPSEEK.hidden)
     ]
 
     def experts_at(each: int) -> list[Calls]:
-        tokens = [1 if each == 1 else max(2, each * la.experts // la.active) for la, _ in layers]
-        return [expert_calls(la, pack, t) for (la, pack), t in zip(layers, tokens, strict=True)]
+        return [expert_calls(la, pack, _tokens(la, each)) for la, pack in layers]
+
+    def rotated_at(each: int) -> list[Calls]:
+        return [expert_calls(la, pack, _tokens(la, each)) for la, pack in rotated]
 
     def linear_at(each: int) -> list[Calls]:
         return [linear_calls(packs, each) for packs in matrices]
@@ -77,6 +90,7 @@ def tune(device: torch.device, report: Callable[[str], None]) -> None:
         ("linear", LINEAR_ROWS, linear_at),
         ("gate_up", EXPERT_ROWS, experts_at),
         ("down", EXPERT_ROWS, experts_at),
+        ("lattice", LATTICE_ROWS, rotated_at),
     ):
         tried = {each: _tried(operation, each, table) for each in sizes}
         _compile(((calls_at(each), tiles) for each, tiles in tried.items()), report)
@@ -89,13 +103,18 @@ def tune(device: torch.device, report: Callable[[str], None]) -> None:
         tuning.remember(torch.cuda.get_device_name(device), table)
 
 
+def _tokens(layer: ExpertsShape, each: int) -> int:
+    """Tokens of which every expert gets so many; of 1, one token, which has an expert to itself."""
+    return 1 if each == 1 else max(2, each * layer.experts // layer.active)
+
+
 Forced = dict[str, Tile]
 """Tiles to be used whatever the tables say, by operation."""
 
 
 def _tried(operation: str, each: int, table: Table) -> list[Forced]:
     """What is tried for so many rows; down projections share their slots a tile with the gate_up tile chosen before."""
-    tiles = candidates(each)
+    tiles = candidates(operation, each)
     if operation != "down":
         return [{operation: tile} for tile in tiles]
     gate_up = next(t for t in table["gate_up"] if each <= t.tokens)
@@ -103,19 +122,20 @@ def _tried(operation: str, each: int, table: Table) -> list[Forced]:
     return [{"gate_up": gate_up, "down": tile} for tile in down]
 
 
-def candidates(each: int) -> list[Tile]:
+def candidates(operation: str, each: int) -> list[Tile]:
     """Tiles whose slots are neither many times so many rows nor much fewer."""
+    factored, scaled = (LATTICE, {}) if operation == "lattice" else (FACTORED, SCALED)
     found = [
         Tile(tokens=1 << 30, form="factored", block_n=n, block_m=m, chunks=c, warps=w, stages=s)
-        for m, tiles in FACTORED.items()
+        for m, tiles in factored.items()
         for n, c, w, s in tiles
     ]
     found += [
         Tile(tokens=1 << 30, form="scaled", block_n=n, block_m=m, warps=w, stages=s)
-        for m, tiles in SCALED.items()
+        for m, tiles in scaled.items()
         for n, w, s in tiles
     ]
-    most = max(FACTORED.keys() | SCALED.keys())
+    most = max(t.block_m for t in found)
     return [t for t in found if min(each, most) / 2 <= t.block_m <= max(8, 4 * each)]
 
 

@@ -96,9 +96,9 @@ def _with_choice(
     """
     indices, blocks = (kwargs.pop(name, None) for name in ("indices", "block_indices"))
     length = key.shape[2]
-    if blocks is not None and blocks.shape[3] * module.indexer.block_size >= length:  # type: ignore[operator, union-attr]
-        return mask
     if blocks is not None:
+        if blocks.shape[3] * module.indexer.block_size >= length:  # type: ignore[operator, union-attr]
+            return mask  # of all blocks
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(length - blocks.shape[2], length, device=key.device)[None]

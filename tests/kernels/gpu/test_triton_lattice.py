@@ -50,24 +50,21 @@ def test_codewords_come_back(bits: int, n: int, blocks: int, seed: int) -> None:
 
 def test_every_codeword_is_the_word_that_tables_and_signs_make() -> None:
     """By the definition in docs/gpu.md, bit by bit: all 65536 points, and all of the 1-bit E8 codebook."""
-    table = tables(torch.device("cpu")).long()
-    halves = torch.stack((table[:128] & 0xFFFF, table[:128] >> 16 & 0xFFFF), 1).flatten()
-    sizes = torch.stack([halves >> 4 * (n % 4) + 2 * (n // 4) & 3 for n in range(8)], 1)
     codes = torch.arange(1 << 16)
     words = pack_codewords(codes.view(-1, 16), 2).long()  # [1, 2, 4096, 4]
     patterns, signs = words[0, 0], words[0, 1]
+    table = tables(torch.device("cpu")).long()
     found = torch.empty(4096, 4, 4, 8)
     for j in range(4):
         bits = [signs >> (4 * nibble + j) & 1 for nibble in range(8)]
         for nibble in range(8):
             lane = 2 * nibble if nibble < 4 else 2 * nibble - 7
-            size = sizes[patterns >> 8 * j & 255]
-            code = 8 + 2 * size[..., nibble]
-            negative = bits[nibble] if nibble else (torch.stack(bits[1:]).sum(0) + size.sum(-1)) & 1
+            code = table[0][patterns >> 8 * j & 255] >> 4 * nibble & 15
+            negative = bits[nibble] if nibble else torch.stack(bits[1:]).sum(0) & 1
             found[:, j, :, lane] = ((code ^ 14 * negative ^ bits[0]) - 7.5) / 2
     expected = lattice.e8p_points(torch.device("cpu")).view(4096, 4, 4, 8)  # codeword 4 j + t
     assert torch.equal(found, expected)
-    lanes = torch.stack([table[128:] >> 4 * (e // 2 + 4 * (e % 2)) & 15 for e in range(8)], -1)
+    lanes = torch.stack([table[1] >> 4 * (e // 2 + 4 * (e % 2)) & 15 for e in range(8)], -1)
     assert torch.equal((lanes - 8) / 2, lattice.e8_points(torch.device("cpu")))
 
 

@@ -23,7 +23,7 @@ from trilobite.kernels.gpu.launch import OLD_TRITON
 
 OPERATIONS = ("linear", "gate_up", "down", "rank", "lattice")
 """linear layers; gate and up projection of experts; their down projection; V x of a compensator; lattice formats of
-any of these, factored always. `trilobite bench --tune` finds those of the first three."""
+any of these, factored always. `trilobite bench --tune` finds all but those of compensators."""
 
 
 @dataclass(frozen=True, kw_only=True)

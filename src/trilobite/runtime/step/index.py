@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from trilobite.kernels import ops
 from trilobite.runtime.step.rows import Rows
+from trilobite.runtime.step.unsuited import NotNow
 
 FIELDS = {"update_indexer": "indexer_keys", "update_index": "idx_keys"}
 """By what takes keys of new tokens, of transformers' layers: what has all of them, [1, S, width] or [1, 1, S, width]."""
@@ -45,7 +46,9 @@ class Index:
 
     def follow(self, layer: Any) -> None:
         """Hold what the layer's index holds, and have room for one more row."""
-        held: Tensor = getattr(layer, self.field)
+        held = getattr(layer, self.field)
+        if held is None:
+            raise NotNow("its cache holds no keys of an index")
         if held is not self.held:
             self.keys = held if held.dim() == 4 else held[:, None]
             self.values = self.keys[..., :0]

@@ -21,38 +21,26 @@ from trilobite.kernels.gpu.device.tile import (
 )
 
 
-PATTERN_WORDS = tl.constexpr(128)
-"""Words that the 256 patterns take in front of the other table."""
-
-
 @triton.jit
-def _lookup(p_table, word):
-    """Table entries for the four bytes of every word, as int32."""
+def _lookup(p_codes, word):
+    """Table entries for the four bytes of every word: four tensors of 4-bit codes."""
     made = ()
     for j in tl.static_range(4):
-        made = made + (tl.load(p_table + ((word >> (8 * j)) & 255)).to(tl.int32),)
+        made = made + (tl.load(p_codes + ((word >> (8 * j)) & 255)),)
     return made
-
-
-@triton.jit
-def _roots(p_codes, word):
-    """Four entries of the 1-bit E8 codebook of every lane as words of 4-bit codes: weight = (code - 8) / 2."""
-    return _lookup(p_codes + PATTERN_WORDS, word)
 
 
 @triton.jit
 def _e8p(p_codes, patterns, signs):
     """Four codewords of every lane as words of 4-bit codes: weight = (code - 7.5) / 2 (`layout/codewords.py`)."""
-    # Random reads of a table cost a cycle for each of its cache lines: two bits a lane make it four of them.
-    entries = _lookup(p_codes.to(tl.pointer_type(tl.uint16)), patterns)
+    entries = _lookup(p_codes, patterns)
     made = ()
     for j in tl.static_range(4):
-        v = (entries[j] | (entries[j] << 14)) & 0x33333333
         x = (signs >> j) & 0x11111111
-        # Nibble 0 holds the shift b; its lane is negative when the parity of all signs and of the pattern is not b's,
-        # and that is bit 28 of a product that adds up the nibbles.
-        odd = (((x + v) * 0x11111111).to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
-        made = made + ((v * 2 - 0x77777778) ^ (((x ^ odd) & 0x11111111) * 14) ^ ((x & 1) * 0x11111111),)
+        # Nibble 0 holds the shift b; its lane is negative when the others' signs say so: b ^ (parity of all eight),
+        # which is bit 28 of a product that adds up the nibbles.
+        odd = ((x * 0x11111111).to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
+        made = made + (entries[j] ^ (((x ^ odd) & 0x11111111) * 14) ^ ((x & 1) * 0x11111111),)
     return made
 
 
@@ -100,13 +88,13 @@ def lattice_product(
         x = load_activations(p_x, row, mask, c * KS * 128, K, KS, 128, "factored", EVEN_K)
         totals = tl.dot(ones(KS, 16, 128, DTYPE), x, totals, input_precision="ieee")
         if BITS == 1:
-            codes = _roots(p_codes, words[0])
+            codes = _lookup(p_codes + 256, words[0])
         else:
             codes = _e8p(p_codes, words[0], words[1])
         acc = tl.dot(operand(codes, 0, 128, 4, DTYPE, "factored"), x, acc, input_precision="ieee")
         if BITS > 2:
             if BITS == 3:
-                codes = _roots(p_codes, words[2])
+                codes = _lookup(p_codes + 256, words[2])
             else:
                 codes = _e8p(p_codes, words[2], words[3])
             rest = tl.dot(operand(codes, 0, 128, 4, DTYPE, "factored"), x, rest, input_precision="ieee")

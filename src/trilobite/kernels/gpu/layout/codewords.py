@@ -2,7 +2,7 @@
 
 Every E8P point lies on a grid of step 1/2: a weight is (r - 7.5) / 2 with r in 2 .. 13, so a codeword decodes to one
 word of eight 4-bit codes, and the kernels multiply it as they multiply INT4. That word is an exclusive or of what the
-pattern says (a table of 256 half words) and of what the signs and the shift say:
+pattern says (a table of 256 words) and of what the signs and the shift say:
 
     r = 8, 10 or 12 for lanes of 1/2, 3/2 or 5/2;  ^ 14 where the lane is negative;  ^ 1 where the shift is +1/4
 
@@ -36,16 +36,16 @@ SIGN_BIT = (0, 7, 6, 5, 4, 3, 2, 1)
 
 @cache
 def tables(device: torch.device) -> Tensor:
-    """Two tables one behind the other: [128 + 256] int32.
+    """Words of 4-bit codes: [2, 256] int32, by E8P pattern with all lanes positive, and by code of the E8 codebook.
 
-    By E8P pattern a half word: bits 4 j, 4 j + 1 have 0, 1 or 2 for a lane of 1/2, 3/2 or 5/2 at nibble j, the two above
-    them at nibble j + 4. By code of the E8 codebook a word of 4-bit codes.
+    The sign of an E8P pattern's lane 0, which makes the sum of the lanes even, is in its word already.
     """
-    nibble = torch.tensor(NIBBLE)
-    sizes = (source_patterns().long() - 1) // 2
-    halves = (sizes << nibble % 4 * 4 + nibble // 4 * 2).sum(-1)
-    roots = ((2 * e8_points(torch.device("cpu")) + 8).long() << 4 * nibble).sum(-1)
-    return _int32(torch.cat((halves[0::2] | halves[1::2] << 16, roots))).to(device)
+    patterns = source_patterns().long()
+    codes = 8 + (patterns - 1)
+    codes[:, 0] ^= 14 * ((patterns.sum(-1) // 2) & 1)
+    roots = (2 * e8_points(torch.device("cpu")) + 8).long()
+    words = torch.stack([(c << 4 * torch.tensor(NIBBLE)).sum(-1) for c in (codes, roots)])
+    return _int32(words).to(device)
 
 
 def _int32(words: Tensor) -> Tensor:
