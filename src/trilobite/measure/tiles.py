@@ -58,7 +58,7 @@ LATTICE_ROWS = (1, 4, 8, 16, 32, 64)
 
 
 def tune(device: torch.device, report: Callable[[str], None]) -> None:
-    """Find the fastest tiles for this GPU: for layers of Mixtral and DeepSeek-MoE in INT3 g64, and in E8P of 2 and 3 bits.
+    """Find the fastest tiles for this GPU, on layers of Mixtral and DeepSeek-MoE: INT3 g64, and E8P of 2 and 3 bits.
 
     Each operation's go into the user's file as soon as they are found. Raises DeviceError without a GPU.
     """
