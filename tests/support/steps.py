@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from trilobite.runtime.step.index import FIELDS
+from trilobite.runtime.step.index import INDICES
 from trilobite.runtime.step.replay import Step
 from trilobite.runtime.step.states import states_of
 
@@ -55,7 +55,7 @@ def assert_same(ours: tuple[list[Tensor], DynamicCache], theirs: tuple[list[Tens
             continue
         assert torch.equal(a.keys, b.keys)
         assert torch.equal(a.values, b.values)
-        indices = [[getattr(x, field, None) for field in FIELDS.values()] for x in (a, b)]
+        indices = [[getattr(x, field, None) for _, field in INDICES.values()] for x in (a, b)]
         assert [t is None for t in indices[0]] == [t is None for t in indices[1]]
         assert all(torch.equal(t, e) for t, e in zip(*indices, strict=True) if t is not None)
         assert a.get_seq_length() == b.get_seq_length()

@@ -44,16 +44,7 @@ def spec_of(codings: Codings) -> list[int]:
         int(value)
         for row in codings
         for c in row
-        for value in (
-            c.bits,
-            c.group,
-            c.symmetric,
-            c.e8p,
-            c.tuned,
-            c.super_scales,
-            c.rank_bits,
-            c.rank,
-        )
+        for value in (c.bits, c.group, c.symmetric, c.e8p, c.tuned, c.super_scales, c.rank_bits, c.rank)
     ]
 
 

@@ -23,7 +23,7 @@ from trilobite.measure.gpu import (
     seconds,
 )
 from trilobite.measure.shapes import DEEPSEEK, MIXTRAL, ExpertsShape
-from trilobite.recipe import Format, parse_format
+from trilobite.recipe import AnyFormat, Format, parse_format
 
 Calls = Sequence[Callable[[], object]]
 
@@ -67,25 +67,20 @@ def tune(device: torch.device, report: Callable[[str], None]) -> None:
             "tuning measures on a GPU, and there is none; the tables of the package stay in use"
         )
     fmt = Format(bits=3, group=64)
-    layers, rotated = (
-        [(layer, random_layer(layer, f, device)) for f in formats for layer in (MIXTRAL, DEEPSEEK)]
-        for formats in ((fmt,), (parse_format("e8p-2"), parse_format("e8p-3")))
-    )
     matrices = [
         copies(repack([[random_weight(n, n, fmt, device=device)]]), ROUTINGS)
         for n in (MIXTRAL.hidden, DEEPSEEK.hidden)
     ]
 
-    def experts_at(each: int) -> list[Calls]:
-        return [expert_calls(la, pack, _tokens(la, each)) for la, pack in layers]
-
-    def rotated_at(each: int) -> list[Calls]:
-        return [expert_calls(la, pack, _tokens(la, each)) for la, pack in rotated]
+    def experts_in(*formats: AnyFormat) -> Callable[[int], list[Calls]]:
+        layers = [(la, random_layer(la, f, device)) for f in formats for la in (MIXTRAL, DEEPSEEK)]
+        return lambda each: [expert_calls(la, pack, _tokens(la, each)) for la, pack in layers]
 
     def linear_at(each: int) -> list[Calls]:
         return [linear_calls(packs, each) for packs in matrices]
 
     table: Table = {}
+    experts_at, rotated_at = experts_in(fmt), experts_in(parse_format("e8p-2"), parse_format("e8p-3"))
     for operation, sizes, calls_at in (
         ("linear", LINEAR_ROWS, linear_at),
         ("gate_up", EXPERT_ROWS, experts_at),

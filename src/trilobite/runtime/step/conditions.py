@@ -7,12 +7,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers import cache_utils as theirs
 
-from trilobite.runtime.step.index import FIELDS
+from trilobite.runtime.step.index import INDICES, index_of
 from trilobite.runtime.step.states import states_of
 
 ROWS = (theirs.DynamicLayer, theirs.DynamicSlidingWindowLayer)
-INDEXED = ("DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer")
-"""Names of those with an index of keys beside: not all releases have them, and one is a model's own."""
 BOTH = (
     theirs.LinearAttentionAndFullAttentionLayer,
     theirs.LinearAttentionAndSlidingWindowAttentionLayer,
@@ -23,11 +21,11 @@ LAYERS = (*ROWS, *STATES, getattr(theirs, "DummyLayer", None))
 
 
 def _holds_rows(layer: Any) -> bool:
-    return type(layer) in (*ROWS, *BOTH) or type(layer).__name__ in INDEXED
+    return type(layer) in (*ROWS, *BOTH) or index_of(layer) is not None
 
 
 def _is_known(layer: Any) -> bool:
-    return type(layer) in LAYERS or type(layer).__name__ in INDEXED
+    return type(layer) in LAYERS or index_of(layer) is not None
 
 
 def is_step_in_pages(kwargs: dict[str, Any]) -> bool:
@@ -87,7 +85,8 @@ class Kept:
 
     def __init__(self, cache: DynamicCache) -> None:
         """Tensors of rows, which are never changed in place, and copies of states, which are."""
-        rows = ("keys", "values", "cumulative_length", *FIELDS.values(), "is_indexer_initialized")
+        indices = (field for _, field in INDICES.values())
+        rows = ("keys", "values", "cumulative_length", *indices, "is_indexer_initialized")
         self.layers = [
             (x, {name: getattr(x, name) for name in rows if hasattr(x, name)}) for x in cache.layers
         ]

@@ -13,13 +13,22 @@ from trilobite.kernels import ops
 from trilobite.runtime.step.rows import Rows
 from trilobite.runtime.step.unsuited import NotNow
 
-FIELDS = {"update_indexer": "indexer_keys", "update_index": "idx_keys"}
-"""By what takes keys of new tokens, of transformers' layers: what has all of them, [1, S, width] or [1, 1, S, width]."""
+INDICES = {
+    "DynamicIndexedLayer": ("update_indexer", "indexer_keys"),
+    "MiniMaxM3VLSparseCacheLayer": ("update_index", "idx_keys"),
+}
+"""By kind of a cache's layer (not all releases have the first, one model has the second): its method that takes the keys
+of new tokens, and its field that has all of them, [1, S, width] or [1, 1, S, width]."""
+
+
+def index_of(layer: Any) -> tuple[str, str] | None:
+    """Method and field of a layer that has an index."""
+    return INDICES.get(type(layer).__name__)
 
 
 def chosen_rows(config: PreTrainedConfig, cache: DynamicCache) -> float:
     """Up to how many rows all are chosen: 0 where the configuration does not say, infinity without an index."""
-    if not any(getattr(x, field, None) is not None for x in cache.layers for field in FIELDS.values()):
+    if not any(map(index_of, cache.layers)):
         return math.inf
     text = config.get_text_config()
     rows, blocks = (getattr(text, name, None) for name in ("index_topk", "index_topk_blocks"))

@@ -4,7 +4,7 @@ Neighbouring nodes that the engine knows become one call of it; the others stay 
 Views are places, and cost nothing; what depends on weights alone is what it was.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,6 +80,25 @@ class Lowered:
     fixed: list[Tensor]
     natives: int
     keep: list[Any] = field(default_factory=list)
+
+    def follow(self, layers: Sequence[Any]) -> None:
+        """Hold what a cache's layers hold, and have room for one more row. Raises NotNow for caches of other models."""
+        groups: tuple[Mapping[int, Rows | States | Index], ...] = (self.rows, self.states, self.indices)
+        for held in groups:
+            for i, each in held.items():
+                each.follow(layers[i])
+
+    def advance(self, layers: Sequence[Any]) -> None:
+        """Show a cache's layers the row that was written."""
+        groups: tuple[Mapping[int, Rows | Index], ...] = (self.rows, self.indices)
+        for held in groups:
+            for i, each in held.items():
+                each.advance(layers[i])
+
+    def forget(self) -> None:
+        """Hold nothing: what was written is not known."""
+        for rows in (*self.rows.values(), *(index.rows for index in self.indices.values())):
+            rows.forget()
 
 
 class Lowering:

@@ -306,19 +306,10 @@ class Step:
         """The logits, and one more row in every layer of the cache."""
         ready = self.ready
         assert ready is not None
-        layers = cache.layers
         at = cache.get_seq_length()
-        for i, rows in ready.rows.items():
-            rows.follow(layers[i])
-        for i, states in ready.states.items():
-            states.follow(layers[i])
-        for i, index in ready.indices.items():
-            index.follow(layers[i])
+        ready.follow(cache.layers)
         logits = self._run_list(ready, int(ids), at)
-        for i, rows in ready.rows.items():
-            rows.advance(layers[i])
-        for i, index in ready.indices.items():
-            index.advance(layers[i])
+        ready.advance(cache.layers)
         return logits
 
     def _run_list(self, ready: Lowered, token: int, position: int) -> Tensor:
@@ -327,8 +318,7 @@ class Step:
             for call, args, kwargs in ready.steps:
                 call(*args, **kwargs)
         except BaseException:
-            for rows in (*ready.rows.values(), *(index.rows for index in ready.indices.values())):
-                rows.forget()
+            ready.forget()
             raise
         return ready.logits.clone()
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from trilobite.runtime import attention as attention_of_models
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.modules.residence import PackedModule
-from trilobite.runtime.step.index import FIELDS
+from trilobite.runtime.step.index import index_of
 from trilobite.runtime.step.states import states_of
 from trilobite.runtime.step.unsuited import Unsuited
 
@@ -281,10 +281,10 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
             stack.enter_context(_replaced(module, "forward", recorder.module(module, module.forward)))
         stack.enter_context(_replaced(cache, "update", recorder.update(cache.update)))
         for at, layer in enumerate(cache.layers):
-            for name, field in FIELDS.items():
-                if hasattr(layer, name):
-                    taken = recorder.index(at, field, getattr(layer, name))
-                    stack.enter_context(_replaced(layer, name, taken))
+            if index := index_of(layer):
+                name, field = index
+                taken = recorder.index(at, field, getattr(layer, name))
+                stack.enter_context(_replaced(layer, name, taken))
         stack.enter_context(attention_of_models.observed(recorder))
         stack.enter_context(
             nn.modules.module.register_module_forward_pre_hook(lambda m, _: trace.called.append(m))
