@@ -3,7 +3,8 @@
     python -m benchmarks.lib.llama FOLDER --tiers native avx512_vnni
 
 FOLDER keeps sources and builds, NAME/TIER/bin each; what is there is not built again. It takes pip, cmake, a compiler
-and half an hour on two cores for each. `native` is what the compiler makes of the processor at hand.
+and half an hour on two cores for each. `native` is what the compiler makes of the processor at hand; a tier that it
+lacks can be built all the same, and carried to one that has it.
 """
 
 import argparse
@@ -13,8 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 LLAMA, IK = "llama.cpp", "ik_llama.cpp"
@@ -27,6 +28,15 @@ SETS: dict[str, tuple[str, ...]] = {
     "avx512_vnni": ("AVX512", "AVX512_VNNI"),
     "avx512_gfni": ("AVX512", "AVX512_VNNI", "AVX512_VBMI"),
     "avx512_bf16": ("AVX512", "AVX512_VNNI", "AVX512_VBMI", "AVX512_BF16"),
+    "amx": (
+        "AVX512",
+        "AVX512_VNNI",
+        "AVX512_VBMI",
+        "AVX512_BF16",
+        "AVX_VNNI",
+        "AMX_TILE",
+        "AMX_INT8",
+    ),
 }
 """By tier, what their builds may use beyond AVX2 with FMA, F16C and BMI2, which is their default."""
 
@@ -36,12 +46,14 @@ class Project:
     """package: of the registry, whose source distribution has the sources in `folder`    options: of their build.
 
     missing: path and text of what the distribution lacks of them
+    compiler: the compiler's flag for what the build has no option for, though the code uses it
     """
 
     package: str
     folder: str
     options: tuple[str, ...] = ()
     missing: tuple[tuple[str, str], ...] = ()
+    compiler: Mapping[str, str] = field(default_factory=dict)
 
 
 PROJECTS = {
@@ -56,6 +68,7 @@ PROJECTS = {
                 "set(BUILD_NUMBER 0)\nconfigure_file(common/build-info.cpp.in common/build-info.cpp)\n",
             ),
         ),
+        compiler={"AVX512": "-mavx512dq -mavx512vl", "AVX_VNNI": "-mavxvnni"},
     ),
 }
 
@@ -85,9 +98,13 @@ def build(name: str, tier: str, folder: Path) -> Path:
     if not all((made / "bin" / program).exists() for program in PROGRAMS):
         if tier != NATIVE and tier not in SETS:
             raise SystemExit(f"error: no flags for tier {tier!r}; expected {NATIVE} or {', '.join(SETS)}")
+        project, flags = PROJECTS[name], SETS.get(tier, ())
+        compiler = " ".join(project.compiler[flag] for flag in flags if flag in project.compiler)
         options = ["GGML_NATIVE=ON"] if tier == NATIVE else ["GGML_NATIVE=OFF"]
-        options += [*(f"GGML_{flag}=ON" for flag in SETS.get(tier, ())), *PROJECTS[name].options]
+        options += [*(f"GGML_{flag}=ON" for flag in flags), *project.options]
         options += [
+            f"CMAKE_C_FLAGS={compiler}",
+            f"CMAKE_CXX_FLAGS={compiler}",
             "CMAKE_BUILD_TYPE=Release",
             "BUILD_SHARED_LIBS=ON",
             "LLAMA_CURL=OFF",

@@ -4,7 +4,7 @@ import copy
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trilobite.errors import OffloadError
 from trilobite.kernels.cpu import engine
+from trilobite.kernels.cpu.bound import Sums
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.load import load
@@ -127,7 +128,7 @@ def test_a_batch_of_64_with_two_slots(
 def layers(packed: Callable[..., Path]) -> list[Any]:
     """The first experts module: resident, and streaming from pinned memory, from slots, and shared with the host."""
     path = packed()
-    slow = Costs(copied=[1e9] * len(TOKENS), computed=[0.0] * len(TOKENS))
+    slow = Costs(copied=[1e9] * len(TOKENS), computed=[1e-9] * len(TOKENS))
     models = [load(str(path)), streamed(path, 2)[0], streamed(path, 2, ram=2)[0]]
     shared = streamed(path, 3, share=True)[0]
     for layer in moe_layers(shared):
@@ -361,26 +362,38 @@ def test_ctrl_c_during_a_copy(packed: Callable[..., Path], monkeypatch: pytest.M
     assert torch.equal(answers(model, IDS), answers(load(str(packed())), IDS))
 
 
-def test_the_host_computes_what_is_slow_to_copy(packed: Callable[..., Path]) -> None:
-    """And what it computed follows into the cache meanwhile, for the next token."""
+def test_the_host_computes_what_is_slow_to_copy(
+    packed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there is computed before; what the host computed follows into the cache meanwhile, for the next token."""
     model, cache = streamed(packed(), 3, share=True, engine=HostCopies(bandwidth=2e6), guesses=0)
     module = moe_layers(model)[0].experts
     host = module.residence.host  # type: ignore[union-attr]
     assert isinstance(host, HostShare)
     assert all(a > b for a, b in zip(host.costs.copied, host.costs.computed, strict=True))
     x, weights = torch.ones(1, 64), torch.ones(1, 2)
-    calls = list[tuple[int, list[int]]]()
-    compute = host.compute
+    calls = list[tuple[str, list[int]]]()
+    compute, add = host.compute, Sums.add
 
-    def watched(layer: int, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        calls.append((layer, sorted(e for e in index.flatten().tolist() if e < 4)))
-        return compute(layer, x, index, weights)
+    def computed(layer: int, tokens: Sequence[int], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        assert (layer, sum(tokens)) == (0, int((index < 4).sum()))
+        calls.append(("host", sorted(e for e in index.flatten().tolist() if e < 4)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Sums, "add", add)
+            return compute(layer, tokens, x, index, weights)
 
-    host.compute = watched  # type: ignore[method-assign]
+    def added(self: Sums, index: Tensor) -> None:
+        calls.append(("device", sorted(e for e in index.flatten().tolist() if e < 4)))
+        add(self, index)
+
+    host.compute = computed  # type: ignore[method-assign]
+    monkeypatch.setattr(Sums, "add", added)
     with torch.inference_mode():
         for index in ([0, 1], [0, 1], [1, 2]):
             module(x, torch.tensor([index]), weights)
-    assert calls == [(0, [0, 1]), (0, [2])]
+    first, *second, there, third = calls
+    assert (first, there, third) == (("host", [0, 1]), ("device", [1]), ("host", [2]))
+    assert {name for name, _ in second} == {"device"}
     assert cache.slots.resident(0) == [0, 1, 2]
     assert (cache.counters.misses, cache.counters.hits) == (3, 3)
     assert cache.counters.stalled > 0, "the second token waits for what the first one's host computed"
@@ -403,6 +416,30 @@ def test_what_ends_first_is_chosen(
     count = len(TOKENS)
     host = HostShare(Costs(copied=[copied] * count, computed=[computed] * count), [])
     assert host.choose(tokens) == expected
+
+
+def test_a_host_that_turns_out_slow_is_passed_over_until_it_is_forgotten() -> None:
+    class Slow:
+        """Takes three times what was measured."""
+
+        sums = torch.zeros(1, 1)
+
+        def parts(self, *_: Tensor) -> "Slow":
+            sleep(3e-3)
+            return self
+
+        def add(self, index: Tensor) -> None:
+            pass
+
+    count, index = len(TOKENS), torch.zeros(1, 1, dtype=torch.int64)
+    host = HostShare(Costs(copied=[2e-3] * count, computed=[1e-3] * count), [Slow()])  # type: ignore[list-item]
+    asked = 0
+    while host.choose({0: 1}):
+        host.compute(0, [1], index, index, index)
+        asked += 1
+    assert 3 <= asked <= 8
+    assert host.pace > 2
+    assert next(i for i in range(200) if host.choose({0: 1})) > 0, "and then it is tried again"
 
 
 def test_too_little_is_refused_with_the_smallest_figure(packed: Callable[..., Path]) -> None:

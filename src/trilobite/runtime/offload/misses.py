@@ -1,7 +1,8 @@
 """Which misses the host computes itself, from the bytes it holds, while others are copied: whatever ends first.
 
 What either way takes is measured end to end when a model is loaded: an expert copied and then computed by the device,
-and the same one computed by the host, the activations' ways forth and back included, for several numbers of tokens.
+and the same one computed by the host, the activations' ways forth and back included, for several numbers of tokens. What
+the host then takes beside copies and the other layers' pages is learned as it computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,12 @@ from trilobite.kernels.ops import BoundExperts
 TOKENS = (1, 4, 16, 64)
 """Of one expert, for which both ways are measured."""
 ROUNDS = 3
+LEARNED = 1 / 8
+"""Weight of the latest call in what is known of the host's pace."""
+FORGOTTEN = 1 / 64
+"""Of what a pace differs from 1, each time that the host is passed over for it, so that it is tried again."""
+EXTREME = 4.0
+"""No single call counts as more times slower than this: it met the disk."""
 Copy = Callable[[int, Tensor, Tensor, Tensor], float]
 """Brings an expert that is absent, computes it for x, index and weights, lets go of it: seconds."""
 
@@ -43,30 +50,45 @@ class Costs:
 
 
 class HostShare:
-    """Chooses, and computes what it chose."""
+    """Chooses, and computes what it chose.
+
+    pace: what the host takes now, over what it took when `costs` were measured, at least 1
+    """
 
     def __init__(self, costs: Costs, calls: Sequence[BoundExperts]) -> None:
         """calls: the experts of each layer, as the CPU engine runs them where they lie on the host."""
         self.costs, self._calls = costs, calls
+        self.pace = 1.0
 
     def choose(self, tokens: Mapping[int, int]) -> list[int]:
         """Those of the absent experts that the host computes. tokens: of each."""
+        chosen = self._first_to_end(tokens, self.pace)
+        if not chosen and self._first_to_end(tokens, 1.0):
+            self.pace += FORGOTTEN * (1 - self.pace)
+        return chosen
+
+    def _first_to_end(self, tokens: Mapping[int, int], pace: float) -> list[int]:
         experts = sorted(tokens, key=lambda e: tokens[e])
         ways = [self.costs.of(tokens[e]) for e in experts]
         copied = np.cumsum([0.0, *(a for a, _ in reversed(ways))])[::-1]
-        computed = np.cumsum([0.0, *(b for _, b in ways)])
+        computed = np.cumsum([0.0, *(pace * b for _, b in ways)])
         return experts[: int(np.argmin(np.maximum(copied, computed)))]
 
-    def compute(self, layer: int, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The sum over the experts of `index` [T, A], E for all others. returns: [T, H] fp32 on the device of x."""
-        return compute(self._calls[layer], x, index, weights)
+    def compute(self, layer: int, tokens: Sequence[int], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The sum over the experts of `index` [T, A], E for all others. tokens: of each    returns: [T, H] fp32."""
+        started = perf_counter()
+        sums = compute(self._calls[layer], x, index, weights)
+        expected = sum(self.costs.of(n)[1] for n in tokens)
+        ratio = (perf_counter() - started) / expected
+        self.pace += LEARNED * (min(max(ratio, 1.0), EXTREME) - self.pace)
+        return sums
 
 
 def compute(call: BoundExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Forth to the host, and back. returns: [T, H] fp32."""
-    parts = call.parts(x.cpu(), index.cpu(), weights.cpu())
-    parts.add(index.cpu())
-    return parts.sums.to(x.device)
+    """On the host. returns: [T, H] fp32."""
+    parts = call.parts(x, index, weights)
+    parts.add(index)
+    return parts.sums
 
 
 def measure(experts: int, x: Tensor, copy: Copy, host: BoundExperts) -> Costs:
@@ -80,7 +102,7 @@ def measure(experts: int, x: Tensor, copy: Copy, host: BoundExperts) -> Costs:
             inputs = x[:tokens], *routed(tokens, expert, x.device)
             seconds = copy(expert, *inputs)
             started = perf_counter()
-            compute(host, *inputs)
+            compute(host, *(tensor.cpu() for tensor in inputs)).to(x.device)
             found.append((seconds, perf_counter() - started))
         copied.append(median(a for a, _ in found[1:]))  # the first one warms up
         computed.append(median(b for _, b in found[1:]))

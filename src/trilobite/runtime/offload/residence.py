@@ -1,6 +1,7 @@
 """Experts that live in slots of memory, in front of the disk or on a GPU: other residences for `PackedExperts`."""
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
@@ -40,6 +41,27 @@ class Call(Protocol):
         """Begin such a call."""
 
 
+class Routed:
+    """One call: x [T, H], index [T, A] and weights [T, A], as the operator `experts` takes them.
+
+    tokens: of each expert that it needs, in ascending order
+    """
+
+    def __init__(self, x: Tensor, index: Tensor, weights: Tensor, experts: int) -> None:
+        """experts: of the layer, E; any other number in `index` is no expert."""
+        self.inputs = x, index, weights
+        self._index, self._experts = index.cpu(), experts
+        counts = Counter(self._index.flatten().tolist())
+        self.tokens = {e: counts[e] for e in sorted(counts) if 0 <= e < experts}
+
+    def only(self, experts: list[int]) -> Tensor:
+        """The index [T, A], on the device of x, in which all but these experts are E: no expert."""
+        chosen = torch.zeros(self._experts + 1, dtype=torch.bool)
+        chosen[experts] = True
+        only = self._index.where(chosen[self._index.clamp(0, self._experts)], self._experts)
+        return only.to(self.inputs[1].device)
+
+
 class ExpertsInSlots(Residence[PackedExperts]):
     """One layer's part of an `ExpertCache`. The buffers stay views of the mapped file."""
 
@@ -66,79 +88,85 @@ class ExpertsInSlots(Residence[PackedExperts]):
 
     def run(self, module: PackedExperts, *inputs: Tensor) -> Tensor:
         """Bring the experts of this call into slots, begin to bring those of the next layer, and compute."""
-        x, index, _ = inputs
+        x, index, weights = inputs
         if type(x) is not Tensor or x.device != self.cache.slab.device or torch.compiler.is_compiling():
             return self._stored.run(module, *inputs)
-        flat = index.flatten().tolist()
-        needed = [e for e in sorted(set(flat)) if 0 <= e < module.num_experts]
+        routed = Routed(x, index, weights, module.num_experts)
         with self.cache.lock:
             call = self.bind(module)
-            if not self.cache.holds(self.layer, len(needed)):
-                return self._run_in_groups(module, call, needed, *inputs)
-            if self.host is None or not (here := self._share(self.host, needed, flat)):
-                return self._run_as_they_come(module, call, needed, *inputs)
-            return self._run_shared(module, call, (needed, here), *inputs)
+            if not self.cache.holds(self.layer, len(routed.tokens)):
+                return self._run_in_groups(module, call, routed)
+            if self.host is not None and (here := self._share(self.host, routed)):
+                return self._run_shared(call, self.host, routed, here)
+            return self._run_as_they_come(call, routed)
 
     def _groups(self, call: Call, needed: list[int]) -> list[list[int]]:
         """The experts of a call in ascending order, in parts that are worth computing before the next one is there."""
         return [needed]
 
-    def _run_as_they_come(
-        self, module: PackedExperts, call: Call, needed: list[int], *inputs: Tensor
-    ) -> Tensor:
+    def _run_as_they_come(self, call: Call, routed: "Routed") -> Tensor:
         """Compute what is there while the rest is read: experts are added up in the order of one call."""
+        needed = list(routed.tokens)
         groups = self._groups(call, needed)
         self.cache.ensure(self.layer, needed, later=needed)
         try:
             self._look_ahead()  # guesses queue up behind what is missing: no thread idles while its last piece comes
             if len(groups) == 1:
                 self.cache.wait(self.layer, needed)
-                return call(*inputs)
-            parts = call.parts(*inputs)
+                return call(*routed.inputs)
+            parts = call.parts(*routed.inputs)
             for group in groups:
                 self.cache.wait(self.layer, group)
-                parts.add(only(inputs[1], group, module.num_experts))
+                parts.add(routed.only(group))
         except BaseException:
             self.cache.abandon(self.layer, needed)
             raise
         return parts.result()
 
-    def _share(self, host: HostShare, needed: list[int], flat: list[int]) -> list[int]:
+    def _share(self, host: HostShare, routed: "Routed") -> list[int]:
         """Those of the needed experts that are absent and computed by the host."""
-        if not self.cache.store.holds(self.layer, len(needed)):
+        if not self.cache.store.holds(self.layer, len(routed.tokens)):
             return []
-        absent = self.cache.absent(self.layer, needed)
-        return host.choose({e: flat.count(e) for e in absent}) if absent else []
+        absent = self.cache.absent(self.layer, list(routed.tokens))
+        return host.choose({e: routed.tokens[e] for e in absent}) if absent else []
 
-    def _run_shared(
-        self, module: PackedExperts, call: Call, experts: tuple[list[int], list[int]], *inputs: Tensor
-    ) -> Tensor:
-        """Let the host compute its share while others are copied; then its experts follow, for a later call."""
-        x, index, weights = inputs
-        needed, here = experts
-        assert self.host is not None
-        host, made = self.host, list[Tensor]()
-        mine = only(index, here, module.num_experts)
+    def _run_shared(self, call: Call, host: HostShare, routed: "Routed", here: list[int]) -> Tensor:
+        """Let the host compute its share while what is there is computed and the rest is copied.
+
+        What the host computed follows, for a later call.
+        """
+        needed = list(routed.tokens)
+        absent = self.cache.missing(self.layer, needed)
+        groups = [[e for e in needed if e not in absent], [e for e in absent if e not in here]]
+        there, coming = (routed.only(group) if group else None for group in groups)
+        x, index, weights = routed.inputs
+        inputs = x.cpu(), routed.only(here).cpu(), weights.cpu()
+        made = list[tuple[Parts, Tensor]]()
 
         def meanwhile() -> None:
             self._look_ahead()
-            made.append(host.compute(self.layer, x, mine, weights))
+            parts = call.parts(x, index, weights)
+            if there is not None:
+                parts.add(there)
+            sums = host.compute(self.layer, [routed.tokens[e] for e in here], *inputs)
+            made.append((parts, sums.to(x.device)))
 
         self.cache.ensure(self.layer, needed, later=here, meanwhile=meanwhile)
-        parts = call.parts(x, index, weights)
-        if len(here) < len(needed):
-            parts.add(only(index, [e for e in needed if e not in here], module.num_experts))
-        return parts.result(made[0])
+        ((parts, sums),) = made
+        if coming is not None:
+            parts.add(coming)
+        return parts.result(sums)
 
-    def _run_in_groups(self, module: PackedExperts, call: Call, needed: list[int], *inputs: Tensor) -> Tensor:
+    def _run_in_groups(self, module: PackedExperts, call: Call, routed: "Routed") -> Tensor:
         """More experts than slots: group by group, each brought once, all added up with the bits of one call."""
         if not call.sums_up:
-            return self._stored.run(module, *inputs)
-        parts = call.parts(*inputs)
+            return self._stored.run(module, *routed.inputs)
+        parts = call.parts(*routed.inputs)
+        needed = list(routed.tokens)
         for group in self.cache.stream(self.layer, needed):
             if group[-1] == needed[-1]:
                 self._look_ahead()
-            parts.add(only(inputs[1], group, module.num_experts))
+            parts.add(routed.only(group))
         return parts.result()
 
     def _look_ahead(self) -> None:
@@ -249,10 +277,3 @@ class _GpuParts:
     def add(self, index: Tensor) -> None:
         self._call._current()
         self._made.add(index)
-
-
-def only(index: Tensor, experts: list[int], count: int) -> Tensor:
-    """An index [T, A] in which all but these of `count` experts are "no expert"."""
-    chosen = torch.zeros(count + 1, dtype=torch.bool, device=index.device)
-    chosen[experts] = True
-    return index.where(chosen[index.clamp(0, count)], count)
