@@ -54,12 +54,15 @@ class Routed:
         counts = Counter(self._index.flatten().tolist())
         self.tokens = {e: counts[e] for e in sorted(counts) if 0 <= e < experts}
 
-    def only(self, experts: list[int]) -> Tensor:
-        """The index [T, A], on the device of x, in which all but these experts are E: no expert."""
+    def on_host(self, experts: list[int]) -> Tensor:
+        """The index [T, A] in which all but these experts are E: no expert."""
         chosen = torch.zeros(self._experts + 1, dtype=torch.bool)
         chosen[experts] = True
-        only = self._index.where(chosen[self._index.clamp(0, self._experts)], self._experts)
-        return only.to(self.inputs[1].device)
+        return self._index.where(chosen[self._index.clamp(0, self._experts)], self._experts)
+
+    def only(self, experts: list[int]) -> Tensor:
+        """The same on the device of x."""
+        return self.on_host(experts).to(self.inputs[0].device)
 
 
 class ExpertsInSlots(Residence[PackedExperts]):
@@ -104,7 +107,7 @@ class ExpertsInSlots(Residence[PackedExperts]):
         """The experts of a call in ascending order, in parts that are worth computing before the next one is there."""
         return [needed]
 
-    def _run_as_they_come(self, call: Call, routed: "Routed") -> Tensor:
+    def _run_as_they_come(self, call: Call, routed: Routed) -> Tensor:
         """Compute what is there while the rest is read: experts are added up in the order of one call."""
         needed = list(routed.tokens)
         groups = self._groups(call, needed)
@@ -123,14 +126,14 @@ class ExpertsInSlots(Residence[PackedExperts]):
             raise
         return parts.result()
 
-    def _share(self, host: HostShare, routed: "Routed") -> list[int]:
+    def _share(self, host: HostShare, routed: Routed) -> list[int]:
         """Those of the needed experts that are absent and computed by the host."""
         if not self.cache.store.holds(self.layer, len(routed.tokens)):
             return []
         absent = self.cache.absent(self.layer, list(routed.tokens))
         return host.choose({e: routed.tokens[e] for e in absent}) if absent else []
 
-    def _run_shared(self, call: Call, host: HostShare, routed: "Routed", here: list[int]) -> Tensor:
+    def _run_shared(self, call: Call, host: HostShare, routed: Routed, here: list[int]) -> Tensor:
         """Let the host compute its share while what is there is computed and the rest is copied.
 
         What the host computed follows, for a later call.
@@ -140,7 +143,7 @@ class ExpertsInSlots(Residence[PackedExperts]):
         groups = [[e for e in needed if e not in absent], [e for e in absent if e not in here]]
         there, coming = (routed.only(group) if group else None for group in groups)
         x, index, weights = routed.inputs
-        inputs = x.cpu(), routed.only(here).cpu(), weights.cpu()
+        inputs = x.cpu(), routed.on_host(here), weights.cpu()
         made = list[tuple[Parts, Tensor]]()
 
         def meanwhile() -> None:
@@ -157,7 +160,7 @@ class ExpertsInSlots(Residence[PackedExperts]):
             parts.add(coming)
         return parts.result(sums)
 
-    def _run_in_groups(self, module: PackedExperts, call: Call, routed: "Routed") -> Tensor:
+    def _run_in_groups(self, module: PackedExperts, call: Call, routed: Routed) -> Tensor:
         """More experts than slots: group by group, each brought once, all added up with the bits of one call."""
         if not call.sums_up:
             return self._stored.run(module, *routed.inputs)
