@@ -94,6 +94,7 @@ struct Activations {
   int seg, dtype, digits;
   bool computed;  // in fp32, from those of dtype: results of an activation function, rotated values
   bool bytes;     // of a matrix that reads them (`Matrix::has_bytes`)
+  bool sums;      // of a matrix that reads sums of digits, as those under super-scales do
 
   bool two() const { return digits == TRILOBITE_EXACT && computed && dtype != TRILOBITE_F32; }
 };
@@ -106,7 +107,7 @@ struct Activations {
 //   q      [block][segment][digit][token of the block][column of the segment] int8
 //   scale  [block][segment][token]
 //   sums   [block][segment][token][digit][8]: of the digits in each 16 columns, then in each 32; the rest is unused. Only
-//          tiers that read them (SHORT_FEW) write them.
+//          tiers that read them (SHORT_FEW) write them, and only for matrices that do (`summed`).
 //   low    [block][segment][token]: of three digits; only tiers with short sums write them
 // Words: digits of which the upper two are one 16-bit number, 256 * d2 + d1, for instructions that multiply those.
 //   q      [block][segment]: int16 [token][column; in every four, the middle two are swapped], then the lowest digits, int8,
@@ -126,7 +127,7 @@ struct Digits {
   LowPairs *pairs;
   int64_t k, segments;
   int count, seg, digits, parts;
-  bool whole, words, two;
+  bool whole, words, two, summed;
 
   int element_bytes() const { return whole ? 4 : parts ? 2 * parts : digits; }
   int blocks() const { return (count + TOKENS - 1) / TOKENS; }

@@ -112,7 +112,7 @@ bool read_matrices(const trilobite_experts_args &a, Active &e) {
 }
 
 Digits prepared(const Call &c, Workspace &ws, int count, int64_t k, int seg, bool computed, bool bytes) {
-  return ws.digits(c.t, {count, k, seg, (int)c.a.dtype, (int)c.a.digits, computed, bytes});
+  return ws.digits(c.t, {count, k, seg, (int)c.a.dtype, (int)c.a.digits, computed, bytes, c.sums});
 }
 
 // Digits of x per expert; with one token all experts that cut it into the same segments share one copy.
@@ -222,17 +222,19 @@ void phases(const Call &c, Team &team, int thread, int most) {
 
 bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
   Workspace &ws = call_workspace();
-  Call c{a, tier(), start, tokens, nullptr, 0, nullptr, nullptr, tokens == 1};
+  Call c{a, tier(), start, tokens, nullptr, 0, nullptr, nullptr, tokens == 1, false};
   route(c, ws);
   int most = 0;
   int64_t work = 0;
   bool lattice = false;
   for (int64_t i = 0; i < c.count; i++) {
     if (!read_matrices(a, c.active[i])) return false;
-    const Matrix &m = c.active[i].up;  // gate and down are as large
-    lattice |= m.lattice() || c.active[i].gate.lattice() || c.active[i].down.lattice();
-    most = std::max(most, c.active[i].count);
-    work += 3 * c.active[i].count * m.bands * m.groups * m.tile_bytes;
+    const Active &e = c.active[i];
+    const Matrix &m = e.up;  // gate and down are as large
+    lattice |= m.lattice() || e.gate.lattice() || e.down.lattice();
+    c.sums |= m.sub || e.gate.sub || e.down.sub;
+    most = std::max(most, e.count);
+    work += 3 * e.count * m.bands * m.groups * m.tile_bytes;
   }
   if (most > 1) c.shared_x = false;  // one token that chose an expert twice has two rows there
   const int threads = work < SMALL ? 1 : (int)a.threads;

@@ -24,6 +24,7 @@ struct ExpertsCall {
   int32_t *token;  // [pairs] token of each pair, sorted by expert; relative to `start`
   float *weight;   // [pairs]
   bool shared_x;   // one token: every expert reads the same digits
+  bool sums;       // some matrix reads sums of digits
 
   const uint8_t *x() const;
 };

@@ -81,7 +81,7 @@ const View *view_of(Layer &l, const Active &e, const Rotation &r, int seg, bool 
   const int count = c.shared_x ? 1 : e.count;
   const bool rotated = r.signs != nullptr;
   View &v = l.views[l.view_count++];
-  v = {l.ws.digits(c.t, {count, c.a.hidden, seg, (int)c.a.dtype, (int)c.a.digits, rotated, bytes}), in, index};
+  v = {l.ws.digits(c.t, {count, c.a.hidden, seg, (int)c.a.dtype, (int)c.a.digits, rotated, bytes, c.sums}), in, index};
   return &v;
 }
 
@@ -95,7 +95,7 @@ const Output *output_of(Layer &l, const Rotation &r) {
 
 Digits intermediate(const Layer &l, int count, int seg, bool bytes) {
   const ExpertsCall &c = l.c;
-  return l.ws.digits(c.t, {count, c.a.intermediate, seg, (int)c.a.dtype, (int)c.a.digits, true, bytes});
+  return l.ws.digits(c.t, {count, c.a.intermediate, seg, (int)c.a.dtype, (int)c.a.digits, true, bytes, c.sums});
 }
 
 Work prepare(Layer &l, Active &e) {

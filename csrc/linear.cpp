@@ -70,8 +70,9 @@ void pass(const Call &c, const Product *products, int count, int64_t first, int6
   const Matrix &any = *products[0].m;
   const uint8_t *x = c.x + first * any.k * (c.dtype == TRILOBITE_F32 ? 4 : 2);
   int64_t bytes = 0;
-  for (int i = 0; i < count; i++) bytes += tile_bytes(*products[i].m);
-  const Digits d = ws.digits(c.t, {tokens, any.k, segment(any.group), c.dtype, c.digits, false, any.has_bytes()});
+  bool sums = false;
+  for (int i = 0; i < count; i++) bytes += tile_bytes(*products[i].m), sums |= products[i].m->sub;
+  const Digits d = ws.digits(c.t, {tokens, any.k, segment(any.group), c.dtype, c.digits, false, any.has_bytes(), sums});
   const int threads = bytes * tokens < SMALL ? 1 : c.threads;
   float *z[MOST_TOGETHER] = {nullptr};
   int per_task[MOST_TOGETHER];
@@ -128,11 +129,11 @@ void pass_lattice(const Call &c, const Product &p, int64_t first, int64_t tokens
   const int count = (int)tokens, seg = segment(m.group);
   const int64_t ld = ceil_div(m.n, UNIT) * UNIT, scratch = scratch_bytes(c.t, m.k);
   float *turned = ws.get<float>(tokens * m.k), *out = ws.get<float>(tokens * ld);
-  const Digits d = ws.digits(c.t, {tokens, m.k, seg, c.dtype, c.digits, true, false});
+  const Digits d = ws.digits(c.t, {tokens, m.k, seg, c.dtype, c.digits, true, false, false});
   Digits plain{};
   float *z = nullptr;
   if (m.rank > 0) {
-    plain = ws.digits(c.t, {tokens, m.k, seg, c.dtype, c.digits, false, m.has_bytes()});
+    plain = ws.digits(c.t, {tokens, m.k, seg, c.dtype, c.digits, false, m.has_bytes(), false});
     z = ws.get<float>(tokens * m.rank);
   }
   const int threads = tile_bytes(m) * tokens < SMALL ? 1 : c.threads;

@@ -36,7 +36,7 @@ Digits Workspace::digits(const Tier &t, const Activations &a) {
   const int parts = a.seg < BLOCK ? 0 : t.parts(a);  // they come in whole blocks of columns
   d.k = a.k, d.segments = a.k / a.seg, d.count = (int)a.count, d.seg = a.seg, d.digits = a.digits;
   d.whole = parts == WHOLE, d.words = parts == WORDS, d.parts = d.whole ? 1 : d.words ? 0 : parts;
-  d.two = a.two();
+  d.two = a.two(), d.summed = a.sums;
   const int64_t q = a.count * a.k * d.element_bytes(), s = a.count * d.segments;
   d.q = get<int8_t>(q + SLACK);
   d.scale = get<float>(s + TOKENS);

@@ -1,19 +1,20 @@
-"""Whole models of a few true layers beside llama.cpp and ik_llama.cpp in the same minutes: tokens a second.
+"""Models of true layers, a few or all, beside llama.cpp and ik_llama.cpp in the same minutes: tokens a second.
 
     python -m benchmarks.speed.peers PACKED.. --gguf FILE.. --builds FOLDER --page docs/performance.md
 
 PACKED are folders that `trilobite compress` wrote, FILE those of `benchmarks.lib.gguf` with the same shapes, in the same
 order. FOLDER keeps the others' programs, which `benchmarks.lib.llama` builds where they are not there yet, for each of
 `--tiers` in turn; each caps ours to the same instruction set, as TRILOBITE_ISA does, and `native` is all that the
-processor has. Programs run in turns, `--rounds` times, a probe of the memory before each; the table has medians, and -
-where one does not run a model. tg: random tokens after an empty cache, one at a time; tg 8: of eight texts at a time,
-each after a prompt of 16 tokens. pp: a prompt of `--prompt` random tokens, of which the logits of the last are wanted,
-as in llama-bench. For those llama.cpp leaves out what its last layer would compute of the other tokens, so of L layers
-it computes about L - 1. The last line is JSON.
+processor has. Programs run in turns, `--rounds` times, a probe of the memory before each, and print what they found; the
+table has medians, and - where one does not run a model. tg: random tokens after an empty cache, one at a time; tg 8: of
+eight texts at a time, each after a prompt of 16 tokens. pp: a prompt of `--prompt` random tokens, of which the logits of
+the last are wanted, as in llama-bench. For those llama.cpp leaves out what its last layer would compute of the other
+tokens, so of L layers it computes about L - 1. `benchmarks.lib.deeper` makes them of all layers. The last line is JSON.
 """
 
 import argparse
 import itertools
+import json
 import statistics
 import time
 from collections import defaultdict
@@ -132,6 +133,7 @@ def measure(folder: Path, file: Path, tier: str, options: argparse.Namespace) ->
         for name, run in programs.items():
             probe = cpu.measure_read_bandwidth(memory)
             found[name].append({**run(), "probe": probe})
+            print(folder.name, tier, name, found[name][-1], flush=True)
     return {
         program: {what: statistics.median(run[what] for run in runs) for what in min(runs, key=len)}
         for program, runs in found.items()
@@ -194,9 +196,9 @@ def main() -> None:
         tier = cpu.set_tier(None if name == NATIVE else name)
         for folder, file in zip(args.packed, args.gguf, strict=True):
             found = measure(folder, file, name, args)
-            rows += rows_of(folder.name, tier, found, args.peers)
-            summary.append({"model": folder.name, "tier": tier, **found})
-            print(summary[-1], flush=True)
+            layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+            rows += rows_of(f"{folder.name}, {layers} layers", tier, found, args.peers)
+            summary.append({"model": folder.name, "layers": layers, "tier": tier, **found})
     over = (f"{mode} / {other}" for mode in MODES for other in (args.peers[0], "best"))
     header = ("model", "tier", "tokens/s", *MODES, *args.peers, *over, "probe GB/s")
     publish(

@@ -19,12 +19,12 @@ struct ExactUnit {
 // All digits but the lowest, as a number.
 static inline int32_t above_lowest(int32_t v) { return (v + 128) >> 8; }
 
-// Digits of x[0..n) -> their scale.
-static inline float split_exact(const float *x, int n, uint32_t top, int8_t *q, int64_t stride, bool two,
-                                int32_t *total) {
+// Digits of x [N] -> their scale.
+template <int N>
+static inline float split_exact(const float *x, uint32_t top, int8_t *q, int64_t stride, bool two, int32_t *total) {
   const ExactUnit unit(top, two);
   int32_t sum = 0;
-  for (int i = 0; i < n; i++) {
+  for (int i = 0; i < N; i++) {
     const int32_t v = unit.of(x[i]), v1 = above_lowest(v), v2 = above_lowest(v1);
     q[i] = (int8_t)v;
     q[stride + i] = (int8_t)v1;
@@ -35,11 +35,11 @@ static inline float split_exact(const float *x, int n, uint32_t top, int8_t *q, 
   return unit.scale;
 }
 
-static inline float split_int8(const float *x, int n, uint32_t top, int8_t *q, int32_t *total) {
+template <int N> static inline float split_int8(const float *x, uint32_t top, int8_t *q, int32_t *total) {
   const float largest = bits_to_float(top);
   const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
   int32_t sum = 0;
-  for (int i = 0; i < n; i++) {
+  for (int i = 0; i < N; i++) {
     const int32_t v = (int32_t)__builtin_rintf(x[i] * inverse);
     q[i] = (int8_t)v;
     sum += v;
@@ -73,33 +73,43 @@ static inline void split_parts(const float *x, const Digits &d, int block, int64
     }
 }
 
-// Sums of n digits, for `Digits::sums`.
-static inline void sum_digits(const int8_t *q, int n, int16_t *sums) {
-  int16_t of[4] = {};
-  for (int j = 0; j < n / HALF; j++)
-    for (int i = 0; i < HALF; i++) of[j] = (int16_t)(of[j] + q[j * HALF + i]);
-  for (int j = 0; j < 4; j++) sums[j] = of[j];
+// The sum of 16 digits: a multiplication adds up those of eight, as numbers without a sign.
+static inline int sum_digits(const int8_t *q) {
+  constexpr uint64_t SIGNS = 0x8080808080808080, EVEN = 0x00ff00ff00ff00ff, ONES = 0x0001000100010001;
+  uint64_t a, b;
+  memcpy(&a, q, 8), memcpy(&b, q + 8, 8);
+  a ^= SIGNS, b ^= SIGNS;
+  return (int)(((a & EVEN) + (a >> 8 & EVEN) + (b & EVEN) + (b >> 8 & EVEN)) * ONES >> 48) - HALF * 128;
+}
+
+// Sums of N digits, for `Digits::sums`.
+template <int N> static inline void sum_digits(const int8_t *q, int16_t *sums) {
+  int of[4] = {};
+  for (int j = 0; j < N / HALF; j++) of[j] = sum_digits(q + j * HALF);
+  for (int j = 0; j < 4; j++) sums[j] = (int16_t)of[j];
   for (int j = 0; j < 2; j++) sums[4 + j] = (int16_t)(of[2 * j] + of[2 * j + 1]);
 }
 
 // The steps of the lowest digit that are not zero, for `Digits::low`.
-static inline LowSteps low_steps(const int8_t *q, int n) {
-  int32_t four[16 + 1];
-  uint8_t step[16 + 1];
-  int count = 0, parts = 0;
-  for (int i = 0; i < n / 4; i++) {
-    memcpy(four + count, q + 4 * i, 4);
-    step[count] = (uint8_t)i;
-    const int any = four[count] != 0;
-    count += any, parts |= any << i / 4;
+template <int N> static inline void find_low_steps(const int8_t *q, LowSteps &low) {
+  uint32_t steps = 0;
+  for (int i = 0; i < N / 4; i++) {
+    int32_t four;
+    memcpy(&four, q + 4 * i, 4);
+    steps |= (uint32_t)(four != 0) << i;
   }
-  LowSteps low{};
+  int parts = 0;
+  for (int i = 0; i < N / HALF; i++) parts |= ((steps >> 4 * i & 15) != 0) << i;
   low.parts = (uint8_t)parts;
-  low.more = count > LowSteps::MOST;
-  const int some = low.more ? LowSteps::MOST : count;
-  memcpy(low.four, four, some * 4);
-  memcpy(low.step, step, some);
-  return low;
+  for (int i = 0; i < LowSteps::MOST; i++, steps &= steps - 1) {
+    const int step = steps ? __builtin_ctz(steps) : 0;
+    int32_t four;
+    memcpy(&four, q + 4 * step, 4);
+    four = steps ? four : 0;
+    memcpy(low.four[i], &four, 4);
+    low.step[i] = (uint8_t)step;
+  }
+  low.more = steps != 0;
 }
 
 // Pairs of columns of a token whose lowest digits [n] are not zero join those of tokens before.
@@ -135,14 +145,13 @@ static inline float split_words(const float *x, const Digits &d, int block, int6
   return unit.scale / LOWEST;
 }
 
-// One segment of one token. A NaN or infinite value makes the scale NaN, and with it every result of the token.
-static inline void quantize_segment(const float *x, const Digits &d, int block, int64_t s, int row) {
-  if (d.parts) return split_parts(x, d, block, s, row);
-  const int rows = d.rows(block), n = d.seg;
-  const int64_t at = s * rows + row, stride = (int64_t)rows * n;
-  int8_t *q = d.q_block(block) + s * d.digits * stride + (int64_t)row * n;
+// One segment of one token, N columns. A NaN or infinite value makes the scale NaN, and with it every result of the token.
+template <int N> static inline void quantize(const float *x, const Digits &d, int block, int64_t s, int row) {
+  const int rows = d.rows(block);
+  const int64_t at = s * rows + row, stride = (int64_t)rows * N;
+  int8_t *q = d.q_block(block) + s * d.digits * stride + (int64_t)row * N;
   uint32_t top = 0;
-  for (int i = 0; i < n; i++) {
+  for (int i = 0; i < N; i++) {
     const uint32_t a = float_to_bits(x[i]) & 0x7fffffff;
     top = a > top ? a : top;
   }
@@ -152,16 +161,24 @@ static inline void quantize_segment(const float *x, const Digits &d, int block, 
   if (d.words) {
     scale = split_words(x, d, block, s, row, top, &total);
   } else if (finite) {
-    scale = d.digits == 1 ? split_int8(x, n, top, q, &total) : split_exact(x, n, top, q, stride, d.two, &total);
+    scale = d.digits == 1 ? split_int8<N>(x, top, q, &total) : split_exact<N>(x, top, q, stride, d.two, &total);
   } else {
-    for (int i = 0; i < d.digits; i++) memset(q + i * stride, 0, n);
+    for (int i = 0; i < d.digits; i++) memset(q + i * stride, 0, N);
   }
   d.scale_block(block)[at] = finite ? scale : bits_to_float(0x7fc00000);
   d.sum_block(block)[at] = finite ? (d.words ? scale * LOWEST : scale) * (float)total : bits_to_float(0x7fc00000);
-  if (d.words) return;
-  if (SHORT_FEW && d.low) d.low_block(block)[at] = low_steps(q, n);
-  if (!SHORT_FEW) return;
-  for (int i = 0; i < d.digits; i++) sum_digits(q + i * stride, n, d.sums_block(block) + (at * d.digits + i) * SUMS);
+  if (!SHORT_FEW || d.words) return;
+  if (d.low && d.two) d.low_block(block)[at] = {};
+  else if (d.low) find_low_steps<N>(q, d.low_block(block)[at]);
+  for (int i = 0; d.summed && i < d.digits; i++)
+    sum_digits<N>(q + i * stride, d.sums_block(block) + (at * d.digits + i) * SUMS);
+}
+
+static inline void quantize_segment(const float *x, const Digits &d, int block, int64_t s, int row) {
+  if (d.parts) return split_parts(x, d, block, s, row);
+  if (d.seg == 64) return quantize<64>(x, d, block, s, row);
+  if (d.seg == BLOCK) return quantize<BLOCK>(x, d, block, s, row);
+  quantize<HALF>(x, d, block, s, row);
 }
 
 static void quantize_block(const void *x, int dtype, const int32_t *index, const Digits &d, int block) {

@@ -7,6 +7,7 @@ memory (`.data = ...`); copies of a module, and pickles, get None in its place a
 """
 
 import ctypes
+from operator import attrgetter, is_
 from typing import Generic, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ class _Bound:
 
 
 Made = TypeVar("Made")
+_VERSION = attrgetter("_version")
 
 
 class Binding(_Bound, Generic[Made]):
@@ -45,25 +47,26 @@ class Binding(_Bound, Generic[Made]):
     def __init__(self, made: Made, *tensors: Tensor | None) -> None:
         """tensors: all that its memory or a copy of it comes from."""
         self.made = made
-        self._seen = [_seen(t) for t in tensors]
+        self._tensors = tensors
+        self._there = [t for t in tensors if t is not None]
+        self._counted = [t for t in self._there if not t.is_inference()]
+        self._addresses, self._versions = self._addresses_now(), self._versions_now()
 
     def holds(self, *tensors: Tensor | None) -> bool:
         """Whether it was made for these very tensors, and they have the same memory and values as then."""
-        for (mine, address, version), other in zip(self._seen, tensors, strict=True):
-            if mine is not other:
-                return False
-            if mine is None:
-                continue
-            if mine.data_ptr() != address or (version is not None and mine._version != version):
-                return False
-        return True
+        return (
+            len(tensors) == len(self._tensors)
+            and all(map(is_, tensors, self._tensors))
+            and self._addresses_now() == self._addresses
+            and self._versions_now() == self._versions
+        )
 
+    def _addresses_now(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._there))
 
-def _seen(t: Tensor | None) -> tuple[Tensor | None, int, int | None]:
-    """A tensor, its address, and its count of changes; inference tensors have none."""
-    if t is None:
-        return None, 0, None
-    return t, t.data_ptr(), None if t.is_inference() else t._version
+    def _versions_now(self) -> list[int]:
+        """Counts of changes, which inference tensors have none of."""
+        return list(map(_VERSION, self._counted))
 
 
 def _memory(*tensors: Tensor | None) -> tuple[Tensor, ...]:

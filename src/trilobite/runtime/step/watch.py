@@ -1,10 +1,13 @@
 """Whether a model still is what it was when a step of it was recorded.
 
 Hooks, parameters, buffers and submodules are looked through only after something of that kind was registered anywhere in
-the process, which torch counts or tells: between two layers, memory of a thousand dictionaries is far away.
+the process, which torch counts or tells: between two tokens, memory of a thousand dictionaries is far away. The rest is
+looked through by loops that are not Python's: these wait for several of them at a time.
 """
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, contains, is_, itemgetter
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from transformers import PreTrainedModel
 
 from trilobite.kernels import ops
 from trilobite.runtime.modules.residence import PackedModule
+
+_TRAINING, _RESIDENCE, _BINDING = itemgetter("training"), itemgetter("residence"), attrgetter("binding")
 
 
 class _Registrations:
@@ -46,11 +51,11 @@ class Watch:
         _Registrations.count_on()
         self.model, self.fixed = model, fixed
         modules = list(dict.fromkeys(called))
-        self.own = [(m.__dict__, m.training) for m in modules if m is not model]
-        packed = [m for m in modules if isinstance(m, PackedModule)]
-        self.packed = [
-            (m.__dict__, m.residence, m.residence.binding) for m in packed if m.residence is not None
-        ]
+        others = [m for m in modules if m is not model]
+        self.own, self.training = [m.__dict__ for m in others], [m.training for m in others]
+        packed = [m for m in modules if isinstance(m, PackedModule) and m.residence is not None]
+        self.packed, self.residences = [m.__dict__ for m in packed], [m.residence for m in packed]
+        self.bindings = list(map(_BINDING, self.residences))
         self.binding: ops.Binding[None] = ops.Binding(None, *fixed)
         self.hooks = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)]
         self.hooks += [torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks]
@@ -80,12 +85,14 @@ class Watch:
         if seen != self.seen and not self._holds_all():
             return False
         self.seen = seen
-        for own, training in self.own:
-            if "forward" in own or own["training"] != training:
-                return False
-        for own, residence, binding in self.packed:
-            if own["residence"] is not residence or residence.binding is not binding:
-                return False
+        if any(map(contains, self.own, repeat("forward"))):
+            return False
+        if list(map(_TRAINING, self.own)) != self.training:
+            return False
+        if not all(map(is_, map(_RESIDENCE, self.packed), self.residences)):
+            return False
+        if not all(map(is_, map(_BINDING, self.residences), self.bindings)):
+            return False
         with torch._C.DisableTorchFunctionSubclass():  # a router's weight would run Python for each question
             same = self.binding.holds(*self.fixed)
         return same and not self.model.training and all(now == then for now, then in self.configs)
