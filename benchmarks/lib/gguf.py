@@ -24,7 +24,10 @@ STEP = np.float16(5e-4)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """architecture: llama.cpp's    shared: experts that all tokens use    keys: heads of keys and values."""
+    """architecture: llama.cpp's    shared: experts that all tokens use    keys: heads of keys and values
+
+    head: width of a head where its heads together are wider than the model, and have norms
+    """
 
     architecture: str
     hidden: int
@@ -34,6 +37,12 @@ class Shape:
     heads: int
     keys: int
     shared: int = 0
+    head: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Of a head."""
+        return self.head or self.hidden // self.heads
 
 
 SHAPES = {
@@ -49,6 +58,16 @@ SHAPES = {
         heads=16,
         keys=16,
         shared=2,
+    ),
+    "qwen3": Shape(
+        architecture="qwen3moe",
+        hidden=2048,
+        intermediate=768,
+        experts=128,
+        active=8,
+        heads=32,
+        keys=4,
+        head=128,
     ),
 }
 
@@ -82,9 +101,9 @@ def tokens() -> tuple[list[bytes], list[int]]:
 
 def layer(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The quantized tensors of a layer, with their shapes."""
-    width = s.hidden // s.heads * s.keys
-    yield from (("attn_q", (s.hidden, s.hidden)), ("attn_output", (s.hidden, s.hidden)))
-    yield from ((f"attn_{name}", (width, s.hidden)) for name in "kv")
+    queries, keys = s.width * s.heads, s.width * s.keys
+    yield from (("attn_q", (queries, s.hidden)), ("attn_output", (s.hidden, queries)))
+    yield from ((f"attn_{name}", (keys, s.hidden)) for name in "kv")
     kinds: dict[str, tuple[tuple[int, ...], int]] = {"exps": ((s.experts,), s.intermediate)}
     if s.shared:
         kinds["shexp"] = ((), s.shared * s.intermediate)
@@ -106,12 +125,15 @@ def write(path: Path, s: Shape, layers: int) -> None:
     writer.add_head_count(s.heads)
     writer.add_head_count_kv(s.keys)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(s.hidden // s.heads)
+    writer.add_rope_dimension_count(s.width)
+    writer.add_key_length(s.width)
+    writer.add_value_length(s.width)
     writer.add_expert_count(s.experts)
     writer.add_expert_used_count(s.active)
+    if s.shared or s.head:
+        writer.add_expert_feed_forward_length(s.intermediate)
     if s.shared:
         writer.add_expert_shared_count(s.shared)
-        writer.add_expert_feed_forward_length(s.intermediate)
         writer.add_expert_weights_scale(1.0)
         writer.add_leading_dense_block_count(0)
     writer.add_vocab_size(VOCABULARY)
@@ -130,6 +152,8 @@ def write(path: Path, s: Shape, layers: int) -> None:
     for i in range(layers):
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{i}.{name}.weight", one)
+        for name in ("attn_q_norm", "attn_k_norm") if s.head else ():
+            writer.add_tensor(f"blk.{i}.{name}.weight", one[: s.head])
         writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", np.roll(router, i, 1))
         for name, shape, data in quantized:
             kind = kinds.Q3_K if shape[-1] % VALUES == 0 else kinds.IQ4_NL

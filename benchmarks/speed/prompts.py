@@ -37,7 +37,7 @@ from trilobite.runtime.load import load
 from trilobite.runtime.modules.swap import configure
 
 MARKER = "speed-prompts"
-DEPTHS = {"mixtral": (1, 2, 32), "deepseek": (2, 4, 28)}
+DEPTHS = {"mixtral": (1, 2, 32), "deepseek": (2, 4, 28), "qwen3": (2, 4, 48)}
 """Layers of the two models, and of the one they stand for."""
 HEADER = (
     "whole model",

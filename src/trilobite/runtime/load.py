@@ -33,6 +33,7 @@ from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.quiet import quiet
 from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.attention import attend_natively
+from trilobite.runtime.heap import keep_freed_memory
 from trilobite.runtime.modules.router import route_natively
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier
@@ -116,6 +117,7 @@ def load(
         return model
     model = _to_device(model, device)
     if device == "cpu":
+        keep_freed_memory()
         bound(model, source, tensors, memory)
         replay_steps(model)
     return model
