@@ -115,6 +115,12 @@ bool fuzz_attention() {
     for (int64_t i = pick(1, 70); i > 0; i--) rows.push_back(pick(0, limit - 1));
     starts.push_back((int64_t)rows.size());
   }
+  std::vector<int64_t> ends(starts.begin() + 1, starts.end());
+  starts.pop_back();
+  for (int64_t t = 0; pick(0, 1) && t < texts; t++) {  // or they share rows
+    starts[t] = pick(0, (int64_t)rows.size() - 1);
+    ends[t] = pick(starts[t] + 1, (int64_t)rows.size());
+  }
   if (pick(0, 9) == 0) rows[pick(0, (int64_t)rows.size() - 1)] = pick(0, 1) ? -1 : limit;
   const auto cache = [&](int64_t n) {
     Bytes b(n * size);
@@ -131,7 +137,8 @@ bool fuzz_attention() {
   const Bytes q = cache(texts * heads * width), k = cache(elements), v = cache(elements);
   const auto sinks = activations(heads);
   trilobite_attention_args a{};
-  a.q = q.data(), a.k = k.data(), a.v = v.data(), a.rows = rows.data(), a.starts = starts.data();
+  a.q = q.data(), a.k = k.data(), a.v = v.data(), a.rows = rows.data();
+  a.starts = starts.data(), a.ends = ends.data();
   a.dtype = dtype, a.texts = texts, a.heads = heads, a.kv_heads = kv_heads, a.width = width, a.limit = limit;
   const bool apart = pick(0, 1);
   a.row_stride = apart ? width : kv_heads * width, a.head_stride = apart ? limit * width : width;

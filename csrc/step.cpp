@@ -120,7 +120,7 @@ int attend(const trilobite_step_node &n, int64_t threads) {
   if (!lies(cache, n.a.dtype, n.shape[2], width)) return TRILOBITE_REFUSED;
   trilobite_attention_args a{};
   a.q = n.a.data, a.k = cache.k, a.v = cache.v, a.y = n.out.data;
-  a.rows = cache.rows + cache.first, a.starts = starts;
+  a.rows = cache.rows + cache.first, a.starts = starts, a.ends = starts + 1;
   a.dtype = n.a.dtype, a.texts = 1, a.heads = heads, a.kv_heads = n.shape[2], a.width = width;
   a.limit = cache.limit, a.row_stride = cache.row_stride, a.head_stride = cache.head_stride;
   a.threads = threads, a.scale = n.number, a.sinks = (const float *)n.b.data;

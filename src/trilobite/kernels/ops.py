@@ -23,6 +23,7 @@ from trilobite.kernels.cpu import states as states
 from trilobite.kernels.cpu import step as step
 from trilobite.kernels.cpu.attention import attend as attend
 from trilobite.kernels.cpu.attention import attends as attends
+from trilobite.kernels.cpu.attention import reads_prompts as reads_prompts
 from trilobite.kernels.cpu.bound import Binding as Binding
 from trilobite.kernels.cpu.bound import BoundExperts as BoundExperts
 from trilobite.kernels.cpu.bound import BoundLinear as BoundLinear

@@ -1,4 +1,7 @@
-"""Attention of models on the CPU: a step of decoding reads keys and values, or latents, where they lie, natively."""
+"""Attention of models on the CPU: a step of decoding reads keys and values, or latents, where they lie, natively.
+
+So does a prompt where that is faster (`reads_prompts`).
+"""
 
 import sys
 import threading
@@ -13,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from trilobite.kernels.ops import attend, attends
+from trilobite.kernels.ops import attend, attends, needs_gradient, reads_prompts
 from trilobite.runtime.latent import Latents, attend_to_latents, latents_of
 
 ATTENTION = "trilobite"
@@ -57,7 +60,7 @@ def observed(observer: Observer) -> Iterator[None]:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa`; where every text has one new token, one call of the CPU engine in its place.
+    """transformers' `sdpa`; for texts of one new token each, and for prompts, the CPU engine in its place where it can.
 
     query: [B, heads, T, D]    key: [B, kv heads, S, D]    value: [B, kv heads, S, D or less (MLA)]
     attention_mask: [B, 1, T, S] bool, or what `sdpa` takes
@@ -65,6 +68,8 @@ def attention(
     """
     attention_mask = _with_choice(module, key, attention_mask, kwargs)
     made, key, value = _step(module, query, key, value, _of_a_step(query, attention_mask), kwargs)
+    if made is None and not torch.compiler.is_compiling():
+        made = _prompt(module, query, key, value, attention_mask, kwargs)
     if made is not None:
         return made, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
@@ -203,11 +208,51 @@ def _is_step(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) 
         query.shape[2] == 1
         and not torch.compiler.is_compiling()
         and attends(query)
-        and query.dtype == key.dtype == value.dtype
-        and key.shape == value.shape
+        and _is_plain(query, key, value, kwargs)
         and key.stride() == value.stride()
         and key.stride(3) == 1
         and (len(key) == 1 or key.stride(0) % key.stride(2) == 0)
+    )
+
+
+def _prompt(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """Prompts by the engine: [B, T, heads, D]; None where others have to do it."""
+    (batch, heads, new, _), (_, kv_heads, length, _) = query.shape, key.shape
+    causal = kwargs.get("is_causal")
+    if (
+        new < 2
+        or not attends(query)
+        or not reads_prompts(heads, kv_heads, length)
+        or not _is_plain(query, key, value, kwargs)
+        or needs_gradient(query, key, value)
+        or not (getattr(module, "is_causal", True) if causal is None else causal)
+        or not _is_causal(mask, batch, new, length)
+    ):
+        return None
+    if key.stride() != value.stride() or key.stride(3) != 1:
+        key, value = key.contiguous(), value.contiguous()
+    rows, scale = torch.arange(length), kwargs.get("scaling")
+    starts, ends = torch.zeros(new, dtype=torch.int64), rows[length - new :] + 1
+    texts = zip(*(t.transpose(1, 2) for t in (query, key, value)), strict=True)
+    return torch.stack([attend(q, k, v, rows, starts, ends, scale=scale) for q, k, v in texts])
+
+
+def _is_causal(mask: Tensor | None, batch: int, new: int, length: int) -> bool:
+    """Whether every one of the newest tokens of a text looks at itself and all before it."""
+    if mask is None:
+        return new == length
+    if mask.dtype != torch.bool or mask.shape not in ((1, 1, new, length), (batch, 1, new, length)):
+        return False
+    return torch.equal(mask, torch.ones(new, length, dtype=torch.bool).tril(length - new).expand_as(mask))
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether nothing is asked for that the engine does not know."""
+    return (
+        query.dtype == key.dtype == value.dtype
+        and key.shape == value.shape
         and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
         and all(kwargs.get(name) is None for name in ("position_bias", "cache"))
     )

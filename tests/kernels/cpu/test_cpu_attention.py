@@ -95,6 +95,35 @@ def test_heads_that_lie_apart_and_every_number_of_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "before", "new"), [(4, 1, 16, 0, 1), (6, 2, 48, 250, 17)]
+)
+def test_tokens_of_a_prompt_share_rows(
+    tier: str, dtype: torch.dtype, heads: int, kv_heads: int, width: int, before: int, new: int
+) -> None:
+    length = before + new
+    query = torch.randn(new, heads, width).to(dtype)
+    key, value = (torch.randn(2 * length, kv_heads, width).to(dtype) for _ in range(2))
+    rows = torch.randperm(2 * length)[:length]
+    starts, ends = torch.zeros(new, dtype=torch.int64), torch.arange(before, length) + 1
+    starts[new // 2 :] = min(3, before)  # some look back less far
+    made = attend(query, key, value, rows, starts, ends)
+    texts = [rows[start:end] for start, end in zip(starts, ends, strict=True)]
+    assert distance(made, naive(query, key, value, texts, 0, None)) < CLOSE[dtype]
+    assert torch.equal(made, attend(query, key, value, *indices(texts)))
+
+
+def test_a_prompt_in_several_passes() -> None:
+    """Results that wait for each other are bounded: 4,096 values of each of 1,500 tokens do not wait at once."""
+    query, key, value = torch.randn(1500, 64, 64), *(torch.randn(1500, 1, 64) for _ in range(2))
+    rows, starts = torch.arange(1500), torch.zeros(1500, dtype=torch.int64)
+    made = attend(query, key, value, rows, starts, rows + 1)
+    for t in (0, 255, 256, 1023, 1024, 1025, 1499):
+        one = attend(query[t : t + 1], key, value, rows, torch.tensor([0, t + 1]))
+        assert torch.equal(made[t : t + 1], one)
+
+
 def test_large_scores_and_what_is_not_finite() -> None:
     query, key, value, texts = some(torch.float32, 2, 1, 16, [20])
     made = attend(100 * query, key, value, *indices(texts))
@@ -118,6 +147,11 @@ def test_what_does_not_fit_is_refused() -> None:
         (query, key, value, rows + len(key), starts),
         (query, key, value, rows, torch.tensor([0, 0, 5])),
         (query[:, :3], key, value, rows, starts),
+        (query, key, value, rows, starts, starts[1:]),
+        (query, key, value, rows, starts[:-1], starts[:-1]),
+        (query, key, value, rows, starts[:-1], starts[1:] + 1),
+        (query, key, value, rows, starts[:-1], starts[1:].int()),
+        (query, key, value, rows, starts[:-1] - 1, starts[1:]),
         (query[:, :, :8].contiguous(), key[:, :, :8], value[:, :, :8], rows, starts),
     ):
         with pytest.raises(ShapeError, match="attention"):

@@ -1,4 +1,4 @@
-"""Attention of the newest token of each text over keys and values that lie anywhere in a cache."""
+"""Attention of the newest token of each text, or of those of a prompt, over keys and values anywhere in a cache."""
 
 import ctypes
 
@@ -12,6 +12,12 @@ from trilobite.kernels.cpu.matrix import DTYPES, dtype_code
 
 LANES = 16
 """Heads are a multiple of so many values wide."""
+SHARING = 4
+"""Heads of queries that the engine multiplies at a time, where they share keys."""
+PROMPTS = frozenset(("avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16"))
+"""Tiers that read a prompt faster than torch's product; AVX2 is no faster, torch has AMX, ARM is not measured."""
+LONGEST = 1024
+"""Tokens of such prompts, and those before them: at 512 it takes 1.7 times as long as the engine, at 2,048 as long."""
 
 _lib, _ = native.load()
 
@@ -27,12 +33,23 @@ def attends(query: Tensor) -> bool:
     )
 
 
+def reads_prompts(heads: int, kv_heads: int, length: int) -> bool:
+    """Whether `attend` is faster than torch where texts are the newest tokens of one text of so many."""
+    return (
+        _lib is not None
+        and heads >= SHARING * kv_heads
+        and length <= LONGEST
+        and _lib.trilobite_tier().decode() in PROMPTS
+    )
+
+
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     rows: Tensor,
     starts: Tensor,
+    ends: Tensor | None = None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -43,6 +60,7 @@ def attend(
     query: [texts, heads, D] fp32, fp16 or bf16    key, value: [cache rows, kv heads, D], of that dtype and of the same
     strides, D contiguous    rows: [S] int64, those of the first text, then those of the second ..
     starts: [texts + 1] int64: where in `rows` each text begins, the last one its end
+    ends: [texts] int64, where texts share rows: where in `rows` those of each end; `starts` is [texts], too, then
     scale: of the scores, default D^-1/2    softcap: bound of the scores    sinks: [heads], scores of nothing
     returns: [texts, heads, D]; scores and sums are fp32
     Raises ShapeError for shapes that do not fit, a text without rows, a row that the cache does not have.
@@ -55,8 +73,9 @@ def attend(
         or key.shape[2:] != (width,)
         or key.stride(2) != 1
         or not query.dtype == key.dtype == value.dtype
-        or starts.shape != (texts + 1,)
-        or not rows.dtype == starts.dtype == torch.int64
+        or starts.shape != (texts + (ends is None),)
+        or not (ends is None or ends.shape == (texts,))
+        or not rows.dtype == starts.dtype == (starts if ends is None else ends).dtype == torch.int64
         or (sinks is not None and sinks.shape != (heads,))
     ):
         raise ShapeError(
@@ -64,11 +83,16 @@ def attend(
             f"{key.stride()}, values {list(value.shape)} {value.dtype} of strides {value.stride()}"
         )
     query, rows, starts = query.contiguous(), rows.contiguous(), starts.contiguous()
-    if texts and (int(starts[0]) < 0 or int(starts[-1]) > len(rows)):
-        raise ShapeError(f"attention: texts from {int(starts[0])} to {int(starts[-1])} of {len(rows)} rows")
+    ends = starts[1:] if ends is None else ends.contiguous()
+    if texts and (int(starts.min()) < 0 or int(ends.max()) > len(rows)):
+        raise ShapeError(
+            f"attention: texts from {int(starts.min())} to {int(ends.max())} of {len(rows)} rows"
+        )
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.empty_like(query)
-    pointers = [None if t is None else t.data_ptr() for t in (query, key, value, out, rows, starts, sinks)]
+    pointers = [
+        None if t is None else t.data_ptr() for t in (query, key, value, out, rows, starts, ends, sinks)
+    ]
     sizes = (
         dtype_code(query, "query"),
         texts,
