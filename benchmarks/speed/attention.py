@@ -1,10 +1,12 @@
-"""Attention of one new token of each text on the CPU: the engine beside torch's, on what transformers hands to it.
+"""Attention on the CPU, of one new token of each text or of a prompt: the engine beside torch's, on transformers' input.
 
     python -m benchmarks.speed.attention --page docs/performance.md
+    python -m benchmarks.speed.attention --prompts 64 512 2048 --page docs/performance.md
 
 "generate" is torch's product as transformers' `sdpa` calls it on its own cache, one text or 16 of them; "pages" is what
 continuous batching does: gather the keys and values of all texts, then one product of torch's for each text. The probe
-is the bandwidth of memory, which keys and values come from once. Bfloat16, medians.
+is the bandwidth of memory, which keys and values come from once. Of prompts, every token looks at itself and all before
+it. Bfloat16, medians. The last line is JSON.
 """
 
 import argparse
@@ -60,14 +62,51 @@ def measure(heads: int, kv_heads: int, texts: int, length: int, repeats: int) ->
     }
 
 
+def measure_prompt(heads: int, kv_heads: int, length: int, repeats: int) -> dict[str, float]:
+    """Seconds of each way."""
+    query = torch.randn(1, heads, length, WIDTH).bfloat16()
+    key, value = (torch.randn(1, kv_heads, length, WIDTH).bfloat16() for _ in range(2))
+    rows, starts = torch.arange(length), torch.zeros(length, dtype=torch.int64)
+    texts = [t[0].transpose(0, 1) for t in (query, key, value)]
+    gqa = heads > kv_heads
+    return {
+        "torch": median(lambda: sdpa(query, key, value, is_causal=True, enable_gqa=gqa), repeats),
+        "engine": median(lambda: attend(*texts, rows, starts, rows + 1), repeats),
+    }
+
+
+def prompts(chosen: argparse.Namespace) -> None:
+    """The table of prompts."""
+    rows, found = [], []
+    for heads, kv_heads in HEADS:
+        for length in chosen.prompts:
+            seconds = measure_prompt(heads, kv_heads, length, chosen.repeats)
+            found.append({"heads": heads, "kv_heads": kv_heads, "length": length, **seconds})
+            cells = [f"{1e3 * seconds[name]:.2f}" for name in ("torch", "engine")]
+            ratio = f"{seconds['torch'] / seconds['engine']:.2f}"
+            rows.append([f"{heads} on {kv_heads}", f"{length:,}", *cells, ratio])
+    header = ["heads", "tokens", "torch, ms", "engine, ms", "torch / engine"]
+    publish(
+        table(header, rows),
+        {"rows": found},
+        page=chosen.page,
+        marker="attention-prompts",
+        output=chosen.output,
+    )
+
+
 def main() -> None:
+    """Parse, measure, print."""
     options = parser(__doc__)
     options.add_argument("--texts", type=int, nargs="+", default=[1, 16])
     options.add_argument("--lengths", type=int, nargs="+", default=[192, 1024, 4096])
+    options.add_argument("--prompts", type=int, nargs="*", help="tokens of prompts to measure in their place")
     options.add_argument("--repeats", type=int, default=30)
     add_page(options, "attention")
     add_output(options)
     chosen: argparse.Namespace = options.parse_args()
+    if chosen.prompts:
+        return prompts(chosen)
     rows, found = [], []
     for heads, kv_heads in HEADS:
         for texts in chosen.texts:

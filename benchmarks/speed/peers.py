@@ -18,7 +18,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,14 @@ def theirs(peer: Peer, tier: str, file: Path, options: argparse.Namespace) -> di
     return alone | {f"tg {number}": speed for number, speed in texts.items()}
 
 
+def bring(files: Iterable[Path]) -> None:
+    """Into memory, where what another program has read since has driven them out."""
+    for file in files:
+        with file.open("rb") as opened:
+            while opened.read(1 << 26):
+                pass
+
+
 def measure(folder: Path, file: Path, tier: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Medians of each program, and of the probe before it in GB/s; only the probe of one that does not run."""
     model, memory = load(str(folder)), torch.ones(PROBED, dtype=torch.uint8)
@@ -131,6 +139,7 @@ def measure(folder: Path, file: Path, tier: str, options: argparse.Namespace) ->
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for _ in range(options.rounds):
         for name, run in programs.items():
+            bring(folder.glob("*.safetensors") if name in MODES else [file])
             probe = cpu.measure_read_bandwidth(memory)
             found[name].append({**run(), "probe": probe})
             print(folder.name, tier, name, found[name][-1], flush=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
 from benchmarks.lib.whole_models import step_bytes
+from benchmarks.speed.peers import read_prompt
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings
@@ -32,6 +33,8 @@ from trilobite.runtime.step.replay import COMPARED
 MARKER = "speed-steps"
 PROBED = 512 << 20
 """Bytes that the probe reads."""
+MAPPED = 512
+"""Tokens of a prompt that brings all experts into memory."""
 MATRICES = (ops.step.Kind.LINEAR, ops.step.Kind.EXPERTS)
 HEADER = (
     "model",
@@ -87,6 +90,7 @@ def measure(model: Any, mode: str, options: argparse.Namespace) -> dict[str, flo
     configure(model, CpuSettings(mode))
     step, vocabulary = model.forward, model.config.vocab_size
     memory = torch.ones(PROBED, dtype=torch.uint8)
+    read_prompt(model, MAPPED)
     cache = model(torch.randint(vocabulary, (1, options.prompt)), use_cache=True).past_key_values
     timed(model, cache, torch.randint(vocabulary, (2 + COMPARED,)))
     if step.ready is None:
