@@ -41,6 +41,7 @@ from benchmarks.quality import (
     sensitivity,
     tasks,
 )
+from benchmarks.speed import attention as speed_of_attention
 from benchmarks.speed import calibrated_cost, latents, offload_gpu, planned_token, prompts
 from benchmarks.speed import compress as speed_of_compress
 from benchmarks.speed import peers as speed_of_peers
@@ -485,6 +486,14 @@ def _programs(folder: Path, *, bench: str, batched: str = "exit 1") -> None:
     _program(folder / "llama-batched-bench", batched)
 
 
+def test_attention_of_prompts(run: Any, tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    rows = run(speed_of_attention, "--prompts", 3, 20, "--repeats", 1, "-o", report)["rows"]
+    assert [(row["heads"], row["length"]) for row in rows] == [(16, 3), (16, 20), (32, 3), (32, 20)]
+    assert all(row["torch"] > 0 and row["engine"] > 0 for row in rows)
+    assert "32 on 8" in report.read_text()
+
+
 def test_speed_of_peers(run: Any, model: Path, tmp_path: Path) -> None:
     """Beside programs that print what llama.cpp's and ik_llama.cpp's print, in two tiers; in one of them one fails."""
     alone = [{"n_prompt": 8, "n_gen": 0, "avg_ts": 64.0}, {"n_prompt": 0, "n_gen": 4, "avg_ts": 16.0}]
@@ -504,7 +513,9 @@ def test_speed_of_peers(run: Any, model: Path, tmp_path: Path) -> None:
     options = ["--builds", tmp_path, "--tiers", "avx2", "native", "--peers", "llama.cpp", "ik_llama.cpp"]
     options += ["--prompt", 8, "--tokens", 4, "--texts", 2, "--rounds", 1]
     report = tmp_path / "report.md"
-    found = run(speed_of_peers, packed_model, "--gguf", "none", *options, "-o", report)["rows"]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    found = run(speed_of_peers, packed_model, "--gguf", file, *options, "-o", report)["rows"]
     assert all(
         program.pop("probe") > 0 for row in found for program in row.values() if isinstance(program, dict)
     )
