@@ -13,8 +13,8 @@ namespace trilobite {
 namespace {
 
 constexpr int64_t CHUNK = 256;  // rows
-constexpr int64_t SUMS_KEPT =
-    1 << 22;  // values of results of chunks that wait to be joined: bounds the memory of a prompt
+// Values of results of chunks that wait to be joined: bounds the memory of a prompt.
+constexpr int64_t SUMS_KEPT = 1 << 22;
 
 int64_t chunks_of(const trilobite_attention_args &a, int64_t text) {
   return ceil_div(a.ends[text] - a.starts[text], CHUNK);

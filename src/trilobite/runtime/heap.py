@@ -13,7 +13,7 @@ _TRIM, _MAP = -1, -3
 KEPT = 128 * 2**20
 """Bytes that stay with the process at most."""
 LARGEST = 32 * 2**20
-"""Bytes of a tensor that may: glibc allows no more."""
+"""Bytes of a tensor that may: the most that every glibc takes."""
 
 
 def keep_freed_memory() -> bool:
