@@ -90,7 +90,8 @@ def deepen(packed: Path, out: Path, layers: int) -> None:
         same = [name for name in homes if _layer(name) == layer % few]
         parts.append({_named(name, layer): (homes[name], name) for name in same})
     out.mkdir(parents=True)
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, part in enumerate(parts, 1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         total += _write_shard(out / file, part)

@@ -67,11 +67,11 @@ def measure_prompt(heads: int, kv_heads: int, length: int, repeats: int) -> dict
     query = torch.randn(1, heads, length, WIDTH).bfloat16()
     key, value = (torch.randn(1, kv_heads, length, WIDTH).bfloat16() for _ in range(2))
     rows, starts = torch.arange(length), torch.zeros(length, dtype=torch.int64)
-    texts = [t[0].transpose(0, 1) for t in (query, key, value)]
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     gqa = heads > kv_heads
     return {
         "torch": median(lambda: sdpa(query, key, value, is_causal=True, enable_gqa=gqa), repeats),
-        "engine": median(lambda: attend(*texts, rows, starts, rows + 1), repeats),
+        "engine": median(lambda: attend(q, k, v, rows, starts, rows + 1), repeats),
     }
 
 
