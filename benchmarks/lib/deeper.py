@@ -8,101 +8,63 @@ reads each once: where time is what is asked, copies of four that `trilobite com
 
 import argparse
 import json
-import mmap
-import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-INDEX = "model.safetensors.index.json"
-REPORT = "trilobite.json"
-_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+import torch
 
-
-def _layer(name: str) -> int | None:
-    """Of a tensor; None outside of layers."""
-    found = _LAYER.search(name)
-    return int(found[0]) if found else None
+from trilobite.checkpoint.folder import INDEX
+from trilobite.checkpoint.layers import layer_number
+from trilobite.checkpoint.layout import Shard, StoredTensor, Unit
+from trilobite.checkpoint.packed import REPORT, read_report
+from trilobite.checkpoint.source import Source, open_source
 
 
-def _named(name: str, layer: int) -> str:
-    """What the tensor is called in another layer."""
-    return _LAYER.sub(str(layer), name)
+def _copies(names: Iterable[str], layer: int | None, few: int) -> dict[str, str]:
+    """Of what layer `layer` has, or, None, of what is in no layer: under its name that of which it is a copy."""
+    if layer is None:
+        return {name: name for name in names if layer_number(name) is None}
+    old = layer % few
+    return {name.replace(f".{old}.", f".{layer}.", 1): name for name in names if layer_number(name) == old}
 
 
-class _Shard:
-    """A safetensors file, and where the bytes of each tensor begin and end in it."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        start = 8 + int.from_bytes(self.bytes[:8], "little")
-        header = json.loads(self.bytes[8:start])
-        self.metadata: Mapping[str, str] = header.pop("__metadata__", {})
-        self.tensors: dict[str, dict[str, Any]] = header
-        self.start = start
-
-    def read(self, name: str) -> bytes:
-        """The tensor's bytes."""
-        begin, end = self.tensors[name]["data_offsets"]
-        return self.bytes[self.start + begin : self.start + end]
-
-
-def _write_shard(path: Path, wanted: Mapping[str, tuple[_Shard, str]]) -> int:
-    """wanted: under each name the tensor that it is a copy of. Returns bytes of tensors."""
-    shards = [shard for shard, _ in wanted.values()]
-    header: dict[str, Any] = {"__metadata__": dict(shards[0].metadata)}
-    at = 0
-    for name, (shard, old) in wanted.items():
-        begin, end = shard.tensors[old]["data_offsets"]
-        header[name] = {**shard.tensors[old], "data_offsets": [at, at + end - begin]}
-        at += end - begin
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 64)  # as `trilobite compress` aligns what engines map
+def _write_shard(path: Path, source: Source, names: Mapping[str, str], rows: Mapping[str, int]) -> int:
+    """names: under each the tensor that it is a copy of    rows: as in the header. Returns bytes of tensors."""
+    shard = Shard(path.name)
+    for name, old in names.items():
+        info = source.info(old)
+        stored = StoredTensor(name=name, dtype=info.dtype, shape=info.shape)
+        shard.units.append(Unit(name=name, tensors=(stored,), block=""))
+    shard.units += [Unit(name=name, tensors=(), block="", rows=count) for name, count in rows.items()]
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for shard, old in wanted.values():
-            file.write(shard.read(old))
-    return at
-
-
-def _rows(rows: list[dict[str, Any]], names: Mapping[str, list[str]]) -> Iterator[dict[str, Any]]:
-    """Rows of the report, one for each copy."""
-    for row in rows:
-        for name in names.get(row["name"], [row["name"]]):
-            yield {**row, "name": name}
+        file.write(shard.header())
+        for old in names.values():
+            file.write(source.read(old).reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sum(unit.nbytes for unit in shard.units)
 
 
 def deepen(packed: Path, out: Path, layers: int) -> None:
     """Write the folder `out`. packed: what `trilobite compress` wrote."""
-    config = json.loads((packed / "config.json").read_text())
-    few = config["num_hidden_layers"]
+    source, report = open_source(packed), read_report(packed)
+    source_rows, described = source.rows or {}, {row["name"]: row for row in report["tensors"]}
+    copies: list[dict[str, str]] = []
+    config, few = dict(source.config), source.config["num_hidden_layers"]
     config["num_hidden_layers"] = layers
     for key, value in config.items():  # what stands there once for each layer
         if isinstance(value, list) and len(value) == few:
             config[key] = [value[i % few] for i in range(layers)]
-    index = json.loads((packed / INDEX).read_text())
-    shards = {file: _Shard(packed / file) for file in set(index["weight_map"].values())}
-    homes = {name: shards[file] for name, file in index["weight_map"].items()}
-    parts = [{name: (home, name) for name, home in homes.items() if _layer(name) is None}]
-    for layer in range(layers):
-        same = [name for name in homes if _layer(name) == layer % few]
-        parts.append({_named(name, layer): (homes[name], name) for name in same})
     out.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     total = 0
-    for number, part in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        total += _write_shard(out / file, part)
-        weight_map |= dict.fromkeys(part, file)
-    report = json.loads((packed / REPORT).read_text())
-    copies = {
-        row["name"]: [_named(row["name"], i) for i in range(_layer(row["name"]) or 0, layers, few)]
-        for row in report["tensors"]
-        if _layer(row["name"]) is not None
-    }
-    report["tensors"] = list(_rows(report["tensors"], copies))
+    for number, layer in enumerate((None, *range(layers)), 1):
+        file = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
+        names = _copies(source.tensors, layer, few)
+        rows = {name: source_rows[old] for name, old in _copies(source_rows, layer, few).items()}
+        total += _write_shard(out / file, source, names, rows)
+        weight_map |= dict.fromkeys(names, file)
+        copies.append(_copies(described, layer, few))
+    report["tensors"] = [{**described[old], "name": name} for part in copies for name, old in part.items()]
     report["checksums"] = {}
     (out / "config.json").write_text(json.dumps(config, indent=2))
     (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))

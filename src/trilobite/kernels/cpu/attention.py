@@ -43,6 +43,37 @@ def reads_prompts(heads: int, kv_heads: int, length: int) -> bool:
     )
 
 
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    sinks: Tensor | None,
+) -> None:
+    """Raise ShapeError for what `attend` does not take. starts, ends: [texts]."""
+    texts, heads, width = query.shape
+    if (
+        key.shape != value.shape
+        or key.stride() != value.stride()
+        or key.shape[2:] != (width,)
+        or key.stride(2) != 1
+        or not query.dtype == key.dtype == value.dtype
+        or not starts.shape == ends.shape == (texts,)
+        or not rows.dtype == starts.dtype == ends.dtype == torch.int64
+        or (sinks is not None and sinks.shape != (heads,))
+    ):
+        raise ShapeError(
+            f"attention: queries {list(query.shape)} {query.dtype}, keys {list(key.shape)} {key.dtype} of strides "
+            f"{key.stride()}, values {list(value.shape)} {value.dtype} of strides {value.stride()}"
+        )
+    if texts and (int(starts.min()) < 0 or int(ends.max()) > len(rows)):
+        raise ShapeError(
+            f"attention: texts from {int(starts.min())} to {int(ends.max())} of {len(rows)} rows"
+        )
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -67,27 +98,10 @@ def attend(
     """
     assert _lib is not None
     texts, heads, width = query.shape
-    if (
-        key.shape != value.shape
-        or key.stride() != value.stride()
-        or key.shape[2:] != (width,)
-        or key.stride(2) != 1
-        or not query.dtype == key.dtype == value.dtype
-        or starts.shape != (texts + (ends is None),)
-        or not (ends is None or ends.shape == (texts,))
-        or not rows.dtype == starts.dtype == (starts if ends is None else ends).dtype == torch.int64
-        or (sinks is not None and sinks.shape != (heads,))
-    ):
-        raise ShapeError(
-            f"attention: queries {list(query.shape)} {query.dtype}, keys {list(key.shape)} {key.dtype} of strides "
-            f"{key.stride()}, values {list(value.shape)} {value.dtype} of strides {value.stride()}"
-        )
-    query, rows, starts = query.contiguous(), rows.contiguous(), starts.contiguous()
-    ends = starts[1:] if ends is None else ends.contiguous()
-    if texts and (int(starts.min()) < 0 or int(ends.max()) > len(rows)):
-        raise ShapeError(
-            f"attention: texts from {int(starts.min())} to {int(ends.max())} of {len(rows)} rows"
-        )
+    if ends is None:
+        starts, ends = starts[:-1], starts[1:]
+    _check(query, key, value, rows, starts, ends, sinks)
+    query, rows, starts, ends = (t.contiguous() for t in (query, rows, starts, ends))
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.empty_like(query)
     pointers = [
