@@ -78,6 +78,7 @@ bool attention(const trilobite_attention_args &a) {
   if (a.texts < 0 || a.heads < 1 || a.kv_heads < 1 || a.heads % a.kv_heads || a.width < ROWS || a.width % ROWS)
     return fail("attention: %lld heads of %lld values on %lld", (long long)a.heads, (long long)a.width,
                 (long long)a.kv_heads);
+  if (a.bias && a.distances < 1) return fail("attention: a bias for %lld distances", (long long)a.distances);
   if (a.texts == 0) return true;
   if (!check_rows(a)) return false;
   const int64_t most = std::max<int64_t>(1, SUMS_KEPT / (a.heads * a.width));

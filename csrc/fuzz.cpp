@@ -135,7 +135,8 @@ bool fuzz_attention() {
   };
   const int64_t elements = limit * kv_heads * width;
   const Bytes q = cache(texts * heads * width), k = cache(elements), v = cache(elements);
-  const auto sinks = activations(heads);
+  const int64_t distances = pick(1, 40);
+  const auto sinks = activations(heads), bias = activations(heads * distances);
   trilobite_attention_args a{};
   a.q = q.data(), a.k = k.data(), a.v = v.data(), a.rows = rows.data();
   a.starts = starts.data(), a.ends = ends.data();
@@ -144,6 +145,7 @@ bool fuzz_attention() {
   a.row_stride = apart ? width : kv_heads * width, a.head_stride = apart ? limit * width : width;
   a.threads = pick(1, 3), a.scale = 0.2f, a.softcap = pick(0, 3) ? 0 : 5.0f,
   a.sinks = pick(0, 1) ? sinks.data() : nullptr;
+  a.bias = pick(0, 1) ? bias.data() : nullptr, a.distances = distances;
   Bytes made(texts * heads * width * size);
   return agree("attention", texts * heads * width, dtype ? 2e-2 : 1e-5, [&](float *y) {
     a.y = made.data();

@@ -153,6 +153,7 @@ struct List {
     n.shape[1] = heads, n.shape[2] = kv_heads, n.shape[3] = width, n.call = &cache, n.number = 0.2f;
     n.out = slot(heads * width * size, dtype), n.a = slot(heads * width * size, dtype);
     if (pick(0, 1)) n.b = slot(heads * 4, TRILOBITE_F32);
+    if (pick(0, 1)) n.lanes = pick(1, 5), n.c = slot(heads * n.lanes * 4, TRILOBITE_F32);
   }
 
   explicit List(int64_t length) {

@@ -124,6 +124,7 @@ int attend(const trilobite_step_node &n, int64_t threads) {
   a.dtype = n.a.dtype, a.texts = 1, a.heads = heads, a.kv_heads = n.shape[2], a.width = width;
   a.limit = cache.limit, a.row_stride = cache.row_stride, a.head_stride = cache.head_stride;
   a.threads = threads, a.scale = n.number, a.sinks = (const float *)n.b.data;
+  a.bias = (const float *)n.c.data, a.distances = n.lanes;
   return trilobite_attention(&a);
 }
 

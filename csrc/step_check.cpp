@@ -177,6 +177,12 @@ bool check_attend(const Node &n) {
   const int64_t bytes = heads * width * size;
   if (n.b.data && !(inside("sinks", n.b.data, n.b.bytes, heads * 4, 4) && apart(n.out, bytes, n.b, heads * 4)))
     return false;
+  if (n.c.data) {
+    int64_t bias;
+    if (n.lanes < 1 || __builtin_mul_overflow(heads * 4, n.lanes, &bias) ||
+        !inside("bias", n.c.data, n.c.bytes, bias, 4) || !apart(n.out, bytes, n.c, bias))
+      return fail("attention: a bias for %lld distances", (long long)n.lanes);
+  }
   return inside("query", n.a.data, n.a.bytes, bytes, size) && inside("result", n.out.data, n.out.bytes, bytes, size) &&
          apart(n.out, bytes, n.a, bytes);
 }

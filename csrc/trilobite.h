@@ -114,14 +114,16 @@ TRILOBITE_API int trilobite_experts(const trilobite_experts_args *args);
 // Attention of the newest token of each text: y = softmax(scale * q K^T) V, K and V being `kv_heads` heads of some rows of
 // k and v, in which element i of head h of row r lies at r * row_stride + h * head_stride + i. Heads of q share those of k
 // evenly. Texts may share rows: the tokens of a prompt are texts of which each has one row more than the one before. With
-// `softcap` > 0 a score x becomes softcap * tanh(x / softcap); `sinks` are scores of nothing.
+// `softcap` > 0 a score x becomes softcap * tanh(x / softcap); `sinks` are scores of nothing. `bias` is added to scores before
+// that: the last row of a text gets the first number of a head, the one before it the second; beyond the last it counts on.
 typedef struct {
   const void *q, *k, *v;         // q [texts, heads, width] of dtype, contiguous
   void *y;                       // as q
   const int64_t *rows;           // each below `limit`
   const int64_t *starts, *ends;  // [texts]: where the rows of each text begin and end in that list; none is without
   const float *sinks;            // [heads] or NULL
-  int64_t dtype, texts, heads, kv_heads, width, limit, row_stride, head_stride, threads;
+  const float *bias;             // [heads, distances] or NULL
+  int64_t dtype, texts, heads, kv_heads, width, limit, row_stride, head_stride, distances, threads;
   float scale, softcap;
 } trilobite_attention_args;
 

@@ -59,6 +59,13 @@ static inline void scores_of(const void *k, const int64_t *at, const float *q, i
   }
 }
 
+// Scores of a part's rows for one head of q += what is added for how far before the last row of the text each lies.
+static inline void add_bias(const trilobite_attention_args &a, const AttentionPart &p, int64_t head, float *scores) {
+  const float *bias = a.bias + head * a.distances;
+  const int64_t last = a.ends[p.text] - 1 - p.row;
+  for (int64_t s = 0; s < p.length; s++) scores[s] += bias[last - s < a.distances ? last - s : a.distances - 1];
+}
+
 typedef float Scores __attribute__((vector_size(64)));
 
 // Scores -> weights relative to the largest score; returns that and their sum. Lanes beyond the last are filled up.
@@ -186,7 +193,10 @@ template <int DTYPE> static void attend_as(const trilobite_attention_args &a, co
       else one.scores(x, cache, fresh, q + g * width, scores + g * ld + x.s);
     }
   }
-  for (int64_t h = 0; h < heads; h++) weigh(a, scores + h * ld, length, p.top + h, p.total + h);
+  for (int64_t h = 0; h < heads; h++) {
+    if (a.bias) add_bias(a, p, p.head * shared + h, scores + h * ld);
+    weigh(a, scores + h * ld, length, p.top + h, p.total + h);
+  }
   for (int64_t b = 0; b < blocks; b++) {
     const Block x = block(b);
     if (b + BLOCKS_AHEAD < blocks) next = block(b + BLOCKS_AHEAD);

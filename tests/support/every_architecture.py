@@ -307,8 +307,6 @@ def replayed(packed: Path) -> str:
     step = model.forward
     if not isinstance(step, Step):
         return "no native library"
-    if model.config.is_encoder_decoder:
-        return "an encoder and a decoder"
     with quiet():
         del model.forward
         try:
@@ -330,10 +328,15 @@ def replayed(packed: Path) -> str:
 def _decoded(model: PreTrainedModel) -> list[Tensor]:
     """Logits of a text's tokens, one at a time."""
     ids = torch.randint(3, VOCAB - 6, (2 * TOKENS,), generator=torch.Generator().manual_seed(1))
-    made = model(input_ids=ids[None, :TOKENS], use_cache=True)
-    cache, found = made.get(CACHE), []
+    given, name = ids[None, :TOKENS], "input_ids"
+    beside: dict[str, Any] = {"use_cache": True}
+    if model.config.is_encoder_decoder:
+        beside["encoder_outputs"] = model.get_encoder()(input_ids=given)
+        given, name = given[:, :1], "decoder_input_ids"
+    made, found = model(**{name: given}, **beside), []
+    beside[CACHE] = made.get(CACHE)
     for token in ids[TOKENS:]:
-        found.append(model(input_ids=token.view(1, 1), use_cache=True, **{CACHE: cache}).logits)
+        found.append(model(**{name: token.view(1, 1)}, **beside).logits)
     return found
 
 

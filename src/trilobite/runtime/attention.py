@@ -3,9 +3,10 @@
 So does a prompt where that is faster (`reads_prompts`).
 """
 
+import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -21,8 +22,9 @@ from trilobite.runtime.latent import Latents, attend_to_latents, latents_of
 
 ATTENTION = "trilobite"
 """Its name in transformers' registry."""
-WITH_SINKS = "trilobite_sinks"
-"""That of the same for models whose heads may attend to nothing, which torch's product does not know."""
+BESIDE_OWN = "trilobite_beside_own"
+"""That of the same for models that have an attention of their own and no other: heads that may attend to nothing, which
+torch's product does not know, or nobody has told transformers that they could."""
 
 
 class Observer(Protocol):
@@ -75,10 +77,10 @@ def attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
 
-def attention_with_sinks(
+def attention_beside_own(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The same for a model whose own attention has sinks, `s_aux` [heads]; what is no step is the model's own.
+    """The same where what is no step of decoding is the model's own: with sinks, `s_aux` [heads], or without.
 
     attention_mask: [B, 1, T, S], 0 where a token may look, and the least number elsewhere
     """
@@ -193,13 +195,27 @@ def _natively(
     if not _is_step(query, key, value, kwargs):
         return None
     read = _read(key, mask)
-    if read is None:
+    bias = kwargs.get("position_bias")
+    if read is None or (bias is not None and not _tells_distances(bias, query, key, len(read[0]))):
         return None
+    if bias is not None:
+        bias = bias[0, :, 0].flip(-1) if bool(bias.any()) else None
     (batch, kv_heads, length, wide), (apart, heads, row, _) = key.shape, key.stride()
     shape = (batch - 1) * (apart // row) + length, kv_heads, wide
     keys, values = (t.as_strided(shape, (row, heads, 1)) for t in (key, value))
-    made = attend(query[:, :, 0], keys, values, *read, scale=kwargs.get("scaling"), sinks=kwargs.get("s_aux"))
+    scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
+    made = attend(query[:, :, 0], keys, values, *read, scale=scale, sinks=sinks, bias=bias)
     return made[:, None, :, :width]
+
+
+def _tells_distances(bias: Tensor, query: Tensor, key: Tensor, rows: int) -> bool:
+    """Whether what is added to scores is zero, or says how far before a token each row lies, of which it looks at all.
+
+    bias: [1, heads, 1, S]    rows: those that are looked at, of all texts
+    """
+    batch, _, length, _ = key.shape
+    fits = bias.shape == (1, query.shape[1], 1, length)
+    return fits and (rows == batch * length or not bool(bias.any()))
 
 
 def _is_step(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -227,6 +243,7 @@ def _prompt(
         or not reads_prompts(heads, kv_heads, length)
         or not _is_plain(query, key, value, kwargs)
         or needs_gradient(query, key, value)
+        or kwargs.get("position_bias") is not None
         or not (getattr(module, "is_causal", True) if causal is None else causal)
         or not _is_causal(mask, batch, new, length)
     ):
@@ -254,7 +271,7 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any])
         query.dtype == key.dtype == value.dtype
         and key.shape == value.shape
         and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
-        and all(kwargs.get(name) is None for name in ("position_bias", "cache"))
+        and kwargs.get("cache") is None
     )
 
 
@@ -274,19 +291,33 @@ def _read(key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
     return rows[seen], torch.cat((counts.new_zeros(1), counts.cumsum(0)))
 
 
+def _quietly(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes masks, of which nothing is written down: calls of attention tell who observes what a token sees."""
+
+    @functools.wraps(make)
+    def quietly(*args: Any, **kwargs: Any) -> Any:
+        observer = _observed.observer
+        with nullcontext() if observer is None else observer.silence():
+            return make(*args, **kwargs)
+
+    return quietly
+
+
 def attend_natively(model: PreTrainedModel) -> None:
     """Give a model this attention, unless it has one of its own kind; on a GPU it is `sdpa`'s, or the model's."""
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
         attend_to_latents(model, ATTENTION)
-    elif model.config.model_type in SINKS:
-        model.set_attn_implementation(WITH_SINKS)
-        attend_to_latents(model, WITH_SINKS)
+    elif model.config.model_type in PLAIN:
+        model.set_attn_implementation(BESIDE_OWN)
+        attend_to_latents(model, BESIDE_OWN)
 
 
 SINKS = ("flint", "gpt_oss", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Architectures whose attention is torch's but for sinks."""
+PLAIN = (*SINKS, "nllb-moe", "switch_transformers")
+"""These, and those that have no other than a plain one, without which torch's product would do."""
 AttentionInterface.register(ATTENTION, attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-AttentionInterface.register(WITH_SINKS, attention_with_sinks)
-AttentionMaskInterface.register(WITH_SINKS, eager_mask)
+AttentionMaskInterface.register(ATTENTION, _quietly(sdpa_mask))
+AttentionInterface.register(BESIDE_OWN, attention_beside_own)
+AttentionMaskInterface.register(BESIDE_OWN, _quietly(eager_mask))

@@ -24,7 +24,13 @@ def tier(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def naive(
-    query: Tensor, key: Tensor, value: Tensor, texts: list[Tensor], softcap: float, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    texts: list[Tensor],
+    softcap: float,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Text by text, head by head, in fp64."""
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -33,6 +39,9 @@ def naive(
         for h in range(query.shape[1]):
             kept = h * key.shape[1] // query.shape[1]
             scores = key[rows, kept] @ query[t, h] * query.shape[2] ** -0.5
+            if bias is not None:
+                distances = torch.arange(len(rows)).flip(0).clamp(max=bias.shape[1] - 1)
+                scores = scores + bias[h, distances].double()
             scores = torch.tanh(scores / softcap) * softcap if softcap else scores
             nothing = scores.new_tensor([]) if sinks is None else sinks[h : h + 1].double()
             out[t, h] = torch.cat((scores, nothing)).softmax(0)[: len(rows)] @ value[rows, kept]
@@ -78,6 +87,15 @@ def test_bounded_scores_and_sinks(softcap: float, sinks: bool) -> None:
     sink = torch.linspace(-2, 3, 8) if sinks else None
     made = attend(query, key, value, *indices(texts), softcap=softcap, sinks=sink)
     assert distance(made, naive(query, key, value, texts, softcap, sink)) < 2e-6
+
+
+@pytest.mark.parametrize("distances", [1, 7, 300])
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_bias_by_distance(tier: str, dtype: torch.dtype, distances: int) -> None:
+    query, key, value, texts = some(dtype, 6, 2, 48, [270, 1, 33])
+    bias = torch.randn(6, distances) * 3
+    made = attend(query, key, value, *indices(texts), softcap=4.0, bias=bias)
+    assert distance(made, naive(query, key, value, texts, 4.0, None, bias)) < CLOSE[dtype]
 
 
 def test_heads_that_lie_apart_and_every_number_of_threads() -> None:

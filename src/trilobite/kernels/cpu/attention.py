@@ -51,6 +51,7 @@ def _check(
     starts: Tensor,
     ends: Tensor,
     sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     """Raise ShapeError for what `attend` does not take. starts, ends: [texts]."""
     texts, heads, width = query.shape
@@ -63,6 +64,7 @@ def _check(
         or not starts.shape == ends.shape == (texts,)
         or not rows.dtype == starts.dtype == ends.dtype == torch.int64
         or (sinks is not None and sinks.shape != (heads,))
+        or (bias is not None and (bias.dim() != 2 or len(bias) != heads or not bias.numel()))
     ):
         raise ShapeError(
             f"attention: queries {list(query.shape)} {query.dtype}, keys {list(key.shape)} {key.dtype} of strides "
@@ -85,6 +87,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q K^T) V for one query of each text; K and V are some rows of a cache, in any order.
 
@@ -93,6 +96,8 @@ def attend(
     starts: [texts + 1] int64: where in `rows` each text begins, the last one its end
     ends: [texts] int64, where texts share rows: where in `rows` those of each end; `starts` is [texts], too, then
     scale: of the scores, default D^-1/2    softcap: bound of the scores    sinks: [heads], scores of nothing
+    bias: [heads, distances], added to scores: the first to that of a text's last row, the second to that of the row
+    before it, and the last of all to those beyond
     returns: [texts, heads, D]; scores and sums are fp32
     Raises ShapeError for shapes that do not fit, a text without rows, a row that the cache does not have.
     """
@@ -100,12 +105,12 @@ def attend(
     texts, heads, width = query.shape
     if ends is None:
         starts, ends = starts[:-1], starts[1:]
-    _check(query, key, value, rows, starts, ends, sinks)
+    _check(query, key, value, rows, starts, ends, sinks, bias)
     query, rows, starts, ends = (t.contiguous() for t in (query, rows, starts, ends))
-    sinks = None if sinks is None else sinks.float().contiguous()
+    sinks, bias = (None if t is None else t.float().contiguous() for t in (sinks, bias))
     out = torch.empty_like(query)
     pointers = [
-        None if t is None else t.data_ptr() for t in (query, key, value, out, rows, starts, ends, sinks)
+        None if t is None else t.data_ptr() for t in (query, key, value, out, rows, starts, ends, sinks, bias)
     ]
     sizes = (
         dtype_code(query, "query"),
@@ -116,6 +121,7 @@ def attend(
         len(key),
         key.stride(0),
         key.stride(1),
+        0 if bias is None else bias.shape[1],
     )
     numbers = (width**-0.5 if scale is None else scale, softcap or 0.0)
     _lib.trilobite_attention(ctypes.byref(native.AttentionArgs(*pointers, *sizes, team(None), *numbers)))

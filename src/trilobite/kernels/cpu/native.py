@@ -70,9 +70,9 @@ class AttentionArgs(Structure):
     """`trilobite_attention_args`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "k", "v", "y", "rows", "starts", "ends", "sinks")),
+        *((name, c_void_p) for name in ("q", "k", "v", "y", "rows", "starts", "ends", "sinks", "bias")),
         *((name, c_int64) for name in ("dtype", "texts", "heads", "kv_heads", "width", "limit")),
-        *((name, c_int64) for name in ("row_stride", "head_stride", "threads")),
+        *((name, c_int64) for name in ("row_stride", "head_stride", "distances", "threads")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
 

@@ -243,15 +243,20 @@ def attend_cached(
     rows: native.StepCache,
     scale: float,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> native.StepNode:
-    """Attention over a cache. out, query: [heads, width], dense    sinks: [heads] fp32, scores of nothing."""
+    """Attention over a cache. out, query: [heads, width], dense
+
+    sinks: [heads] fp32, scores of nothing    bias: [heads, distances] fp32, as of `attend`
+    """
     heads, width = query.shape
     return native.StepNode(
         Kind.ATTEND,
         (1, heads, kv_heads, width),
         dense_operand(out),
         dense_operand(query),
-        native.Operand() if sinks is None else dense_operand(sinks),
+        *(native.Operand() if t is None else dense_operand(t) for t in (sinks, bias)),
+        lanes=0 if bias is None else bias.shape[1],
         number=scale,
         call=ctypes.addressof(rows),
     )

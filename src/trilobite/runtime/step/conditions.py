@@ -1,12 +1,13 @@
 """What a step of decoding is, and what its cache held before it."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers import cache_utils as theirs
 
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.step.index import INDICES, index_of
 from trilobite.runtime.step.states import states_of
 
@@ -18,6 +19,35 @@ BOTH = (
 STATES = (theirs.LinearAttentionLayer, *BOTH)
 LAYERS = (*ROWS, *STATES, getattr(theirs, "DummyLayer", None))
 """Of caches: keys and values of each token, states of a fixed size, both, and nothing, which the oldest do not know."""
+TextCache: TypeAlias = "DynamicCache | EncoderDecoderCache"
+CACHES = (DynamicCache, EncoderDecoderCache)
+"""Of models without an encoder, and with one."""
+ASKED = CACHE, "attention_mask", "use_cache", "return_dict"
+KNOWN = (
+    frozenset((*ASKED, "input_ids", "position_ids", "logits_to_keep")),
+    frozenset((*ASKED, "decoder_input_ids", "encoder_outputs", "decoder_attention_mask")),
+)
+"""Arguments of a step of theirs."""
+
+
+def layers_of(cache: TextCache) -> list[Any]:
+    """All layers: those that take a step's keys and values, then those that hold a source's."""
+    if isinstance(cache, DynamicCache):
+        return list(cache.layers)
+    return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+
+
+def sources_of(cache: TextCache) -> list[Any]:
+    """Those that hold a source's."""
+    return [] if isinstance(cache, DynamicCache) else cache.cross_attention_cache.layers
+
+
+def new_cache(config: PreTrainedConfig) -> TextCache:
+    """As `generate` makes it for a model."""
+    if not config.is_encoder_decoder:
+        return DynamicCache(config=config)
+    decoder = config.get_text_config(decoder=True)
+    return EncoderDecoderCache(DynamicCache(config=decoder), DynamicCache(config=decoder))
 
 
 def _holds_rows(layer: Any) -> bool:
@@ -26,6 +56,51 @@ def _holds_rows(layer: Any) -> bool:
 
 def _is_known(layer: Any) -> bool:
     return type(layer) in LAYERS or index_of(layer) is not None
+
+
+def token_name(kwargs: dict[str, Any]) -> str:
+    """By what name a model's forward takes the token of a step."""
+    return "input_ids" if kwargs.get("encoder_outputs") is None else "decoder_input_ids"
+
+
+def is_step(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether this is one new token of one text whose cache is transformers' own, and nothing else is asked for."""
+    encoded = kwargs.get("encoder_outputs") is not None
+    ids: Any = kwargs.get(token_name(kwargs))
+    cache: Any = kwargs.get(CACHE)
+    if type(ids) is not Tensor or ids.shape != (1, 1) or type(cache) is not (CACHES[encoded]):
+        return False
+    keep, caches = kwargs.get("logits_to_keep", 0), kwargs.get("use_cache")
+    return (
+        ids.is_cpu
+        and ids.dtype == torch.int64
+        and undisturbed()
+        and all(v is None for k, v in kwargs.items() if k not in KNOWN[encoded])
+        and bool(config.use_cache if caches is None else caches)
+        and kwargs.get("return_dict") is not False
+        and type(keep) is int
+        and keep >= 0
+        and grows(cache)
+        and (_reads_a_source(cache, kwargs) if encoded else _follows(cache, kwargs))
+    )
+
+
+def _follows(cache: DynamicCache, kwargs: dict[str, Any]) -> bool:
+    """Whether a token stands behind all others, and sees them."""
+    length, position = cache.get_seq_length(), kwargs.get("position_ids")
+    here = position is None or (position.shape == (1, 1) and int(position) == length)
+    return here and _sees_all(kwargs.get("attention_mask"), length + 1)
+
+
+def _reads_a_source(cache: EncoderDecoderCache, kwargs: dict[str, Any]) -> bool:
+    """Whether a token sees all of a translation so far, and of its source."""
+    length, source = cache.get_seq_length(), cache.cross_attention_cache.get_seq_length()
+    masks = kwargs.get("decoder_attention_mask"), kwargs.get("attention_mask")
+    return _sees_all(masks[0], length + 1) and _sees_all(masks[1], source)
+
+
+def _sees_all(mask: Tensor | None, length: int) -> bool:
+    return mask is None or (type(mask) is Tensor and mask.shape == (1, length) and bool(mask.all()))
 
 
 def is_step_in_pages(kwargs: dict[str, Any]) -> bool:
@@ -51,14 +126,22 @@ def undisturbed() -> bool:
     )
 
 
-def grows(cache: DynamicCache) -> bool:
+def grows(cache: TextCache) -> bool:
     """Whether every layer of a cache holds keys and values of some tokens, or states, and nothing else."""
-    layers = cache.layers
-    return (
-        not cache.offloading
-        and any(_holds_rows(x) for x in layers)
-        and all(_is_known(x) and _begun(x) for x in layers)
-    )
+    if isinstance(cache, DynamicCache):
+        return not cache.offloading and _grow(cache.layers)
+    own, source = cache.self_attention_cache, cache.cross_attention_cache
+    if not type(own) is type(source) is DynamicCache or own.offloading or source.offloading:
+        return False
+    # They have as many layers as the encoder, where it has more than the decoder.
+    pairs = [*zip(own.layers, source.layers, strict=True)]
+    used = [(i, a, b) for i, (a, b) in enumerate(pairs) if a.is_initialized or b.is_initialized]
+    read = all(type(b) is theirs.DynamicLayer and cache.is_updated.get(i) for i, _, b in used)
+    return read and _grow([a for _, a, _ in used])
+
+
+def _grow(layers: list[Any]) -> bool:
+    return any(_holds_rows(x) for x in layers) and all(_is_known(x) and _begun(x) for x in layers)
 
 
 def _begun(layer: Any) -> bool:
@@ -70,27 +153,19 @@ def _begun(layer: Any) -> bool:
 
 def strange_layers(config: PreTrainedConfig) -> list[str]:
     """Kinds of layers in a model's cache that steps do not know."""
-    return sorted({type(x).__name__ for x in DynamicCache(config=config).layers if not _is_known(x)})
-
-
-def follows(length: int, mask: Tensor | None, position: Tensor | None) -> bool:
-    """Whether a token stands behind so many others, and sees them all."""
-    if mask is not None and not (type(mask) is Tensor and mask.shape == (1, length + 1) and bool(mask.all())):
-        return False
-    return position is None or (position.shape == (1, 1) and int(position) == length)
+    return sorted({type(x).__name__ for x in layers_of(new_cache(config)) if not _is_known(x)})
 
 
 class Kept:
     """What a cache holds, to go back to."""
 
-    def __init__(self, cache: DynamicCache) -> None:
+    def __init__(self, cache: TextCache) -> None:
         """Tensors of rows, which are never changed in place, and copies of states, which are."""
         indices = (field for _, field in INDICES.values())
         rows = ("keys", "values", "cumulative_length", *indices, "is_indexer_initialized")
-        self.layers = [
-            (x, {name: getattr(x, name) for name in rows if hasattr(x, name)}) for x in cache.layers
-        ]
-        self.states = [{key: (t, t.clone()) for key, t in states_of(x).items()} for x in cache.layers]
+        layers = layers_of(cache)
+        self.layers = [(x, {name: getattr(x, name) for name in rows if hasattr(x, name)}) for x in layers]
+        self.states = [{key: (t, t.clone()) for key, t in states_of(x).items()} for x in layers]
 
     def restore(self) -> None:
         """Go back."""
@@ -99,9 +174,9 @@ class Kept:
             for (kind, i), (t, copy) in states.items():
                 getattr(layer, kind)[i] = t.copy_(copy)
 
-    def same_as(self, cache: DynamicCache) -> bool:
+    def same_as(self, cache: TextCache) -> bool:
         """Whether a cache holds the same bits now."""
-        layers = zip(self.layers, self.states, cache.layers, strict=True)
+        layers = zip(self.layers, self.states, layers_of(cache), strict=True)
         for (_, held), states, layer in layers:
             now = states_of(layer)
             pairs = [(t, getattr(layer, name)) for name, t in held.items() if isinstance(t, Tensor)]

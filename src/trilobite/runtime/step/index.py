@@ -4,10 +4,11 @@ While a text is no longer than what is chosen of it, everything is, and a step o
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, dtype
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from trilobite.kernels import ops
 from trilobite.runtime.step.rows import Rows
@@ -26,9 +27,9 @@ def index_of(layer: Any) -> tuple[str, str] | None:
     return INDICES.get(type(layer).__name__)
 
 
-def chosen_rows(config: PreTrainedConfig, cache: DynamicCache) -> float:
+def chosen_rows(config: PreTrainedConfig, layers: Sequence[Any]) -> float:
     """Up to how many rows all are chosen: 0 where the configuration does not say, infinity without an index."""
-    if not any(map(index_of, cache.layers)):
+    if not any(map(index_of, layers)):
         return math.inf
     text = config.get_text_config()
     rows, blocks = (getattr(text, name, None) for name in ("index_topk", "index_topk_blocks"))

@@ -18,7 +18,7 @@ from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.residence import AsStored
 from trilobite.runtime.step.conditions import same_bits
 from trilobite.runtime.step.index import Index
-from trilobite.runtime.step.rows import Rows
+from trilobite.runtime.step.rows import Rows, Source
 from trilobite.runtime.step.small import small_nodes
 from trilobite.runtime.step.states import States
 from trilobite.runtime.step.trace import (
@@ -28,6 +28,7 @@ from trilobite.runtime.step.trace import (
     changed,
     is_view,
     live,
+    moving,
     storage,
     tensors_in,
 )
@@ -66,7 +67,7 @@ def _read_by_matrix(node: Node) -> tuple[int, int, torch.Size] | None:
 class Lowered:
     """A step that runs: `steps` one after the other, on the places of `inputs`, then `logits` is there.
 
-    words: the same memory as `inputs`    rows, states, indices: of the cache's layers
+    words: the same memory as `inputs`    rows, states, indices, sources: of the cache's layers
     fixed: tensors of the model that places or results depend on
     """
 
@@ -77,13 +78,15 @@ class Lowered:
     rows: dict[int, Rows]
     states: dict[int, States]
     indices: dict[int, Index]
+    sources: dict[int, Source]
     fixed: list[Tensor]
     natives: int
     keep: list[Any] = field(default_factory=list)
 
     def follow(self, layers: Sequence[Any]) -> None:
         """Hold what a cache's layers hold, and have room for one more row. Raises NotNow for caches of other models."""
-        groups: tuple[Mapping[int, Rows | States | Index], ...] = (self.rows, self.states, self.indices)
+        groups: tuple[Mapping[int, Rows | States | Index | Source], ...]
+        groups = self.rows, self.states, self.indices, self.sources
         for held in groups:
             for i, each in held.items():
                 each.follow(layers[i])
@@ -114,6 +117,7 @@ class Lowering:
         self.natives = 0
         self.rows: dict[int, Rows] = {}
         self.indices: dict[int, Index] = {}
+        self.sources: dict[int, Source] = {}
         self.fixed: dict[int, Tensor] = {}
         self.states = {key: _like(t) for key, t in trace.states.items()}
         pairs = [*zip(trace.inputs, self.inputs, strict=True)]
@@ -136,22 +140,18 @@ class Lowering:
 
     def _fold(self) -> None:
         """Which nodes have to run: not views, nor what depends on weights alone."""
-        written = {storage(t) for n in self.trace.nodes for t in changed(n)}
         self.made: set[int] = set()
         self.running: list[Node] = []
+        runs = set(map(id, moving(self.trace)))
         for node in self.trace.nodes:
-            read = {storage(t) for t in tensors_in((node.args, node.kwargs))}
-            moving = bool(read & (self.made | self.given.keys())) or node.kind != "torch"
-            outputs = {storage(o) for o in node.outputs}
             if is_view(node):
                 continue
-            if not moving and not outputs & written and not changed(node):
-                for t in tensors_in((node.args, node.kwargs)):
-                    self.fixed[id(t)] = t
+            if id(node) not in runs:
+                self.fixed |= {id(t): t for t in tensors_in((node.args, node.kwargs))}
                 continue
             if {storage(t) for t in changed(node)} - self.made - self.given.keys():
                 raise Unsuited(f"{node.what} changes a tensor of the model")
-            self.made |= outputs - self.given.keys()
+            self.made |= {storage(o) for o in node.outputs} - self.given.keys()
             self.running.append(node)
 
     def _arrange(self, nodes: list[Node], logits: int) -> dict[int, int]:
@@ -300,7 +300,8 @@ class Lowering:
         return [ops.step.append_row(row, row, index.native)]
 
     def _attend(self, node: Node) -> list[Any]:
-        rows, (query,), (made,) = self.rows[node.what], node.args, node.outputs
+        (query,), (made,), sources = node.args, node.outputs, node.kwargs["source"]
+        rows = self.rows[node.what] if sources is None else self._source(node.what, sources, query)
         placed = self.place(query)
         _, heads, _, width = query.shape
         base = self.place(made).as_strided((heads, width), (width, 1), self.place(made).storage_offset())
@@ -312,11 +313,15 @@ class Lowering:
             nodes.append(ops.step.elementwise(ops.step.Kind.COPY, dense, placed[0, :, 0]))
         scale = node.kwargs["scale"]
         scale = width**-0.5 if scale is None else scale
-        sinks = node.kwargs["sinks"]
-        if sinks is not None:
-            sinks = sinks.detach().float().contiguous()
-            self.keep.append(sinks)
-        return [*nodes, ops.step.attend_cached(base, dense, rows.heads, rows.native, scale, sinks)]
+        extras = [node.kwargs.get(name) for name in ("sinks", "bias")]
+        extras = [None if t is None else t.detach().float().contiguous() for t in extras]
+        self.keep += extras
+        return [*nodes, ops.step.attend_cached(base, dense, rows.heads, rows.native, scale, *extras)]
+
+    def _source(self, layer: int, heads: int, query: Tensor) -> Source:
+        if layer not in self.sources:
+            self.sources[layer] = Source(heads, query.shape[3], query.dtype)
+        return self.sources[layer]
 
 
 class _Copied:
@@ -382,6 +387,7 @@ def lower(trace: Trace, logits: Tensor) -> Lowered:
         rows=made.rows,
         states={at: States(places) for at, places in made.states_by_layer().items()},
         indices=made.indices,
+        sources=made.sources,
         fixed=list(made.fixed.values()),
         natives=made.natives,
         keep=made.keep,

@@ -17,26 +17,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from trilobite.errors import one_line
 from trilobite.kernels import ops
-from trilobite.runtime.attention import ATTENTION, WITH_SINKS
+from trilobite.runtime.attention import ATTENTION, BESIDE_OWN
 from trilobite.runtime.cache_name import CACHE, OLD
 from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.conditions import (
     Kept,
-    follows,
-    grows,
+    TextCache,
+    is_step,
     is_step_in_pages,
+    layers_of,
+    new_cache,
     same_bits,
     strange_layers,
+    token_name,
     undisturbed,
 )
+from trilobite.runtime.step.differ import differ
 from trilobite.runtime.step.index import chosen_rows
 from trilobite.runtime.step.lower import Lowered, lower
-from trilobite.runtime.step.trace import Trace, differ, record
+from trilobite.runtime.step.trace import Trace, record
 from trilobite.runtime.step.unsuited import NotNow, Unsuited
 from trilobite.runtime.step.watch import Watch
 
@@ -45,19 +49,10 @@ RECORDED = 2
 """Steps that are written down, at different positions."""
 COMPARED = 2
 """Steps that run both ways."""
+ENCODED = "encoder_last_hidden_state"
+"""What a model with an encoder returns of it."""
 WAITS = (4, 16, 64)
 """Steps until the next try after what may pass."""
-KNOWN = frozenset(
-    (
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        CACHE,
-        "use_cache",
-        "logits_to_keep",
-        "return_dict",
-    )
-)
 
 
 PagesOf = Callable[[dict[str, Any], int], tuple[Tensor, Tensor, Tensor] | None]
@@ -123,7 +118,7 @@ class Step:
     @torch.inference_mode()
     def prepare(self) -> None:
         """Record and compare now, on tokens of nobody."""
-        cache, ids = DynamicCache(config=self.model.config), torch.zeros(1, 1, dtype=torch.int64)
+        cache, ids = new_cache(self.model.config), torch.zeros(1, 1, dtype=torch.int64)
         for _ in range(1 + RECORDED + COMPARED):
             if self.why is None:
                 self(input_ids=ids, use_cache=True, **{CACHE: cache})
@@ -136,37 +131,17 @@ class Step:
 
     def _way(self, kwargs: dict[str, Any]) -> Callable[[dict[str, Any]], Any] | None:
         """What runs a step of this kind; None where it is none."""
-        if self._is_step(kwargs):
+        if is_step(kwargs, self.model.config):
             return self._step if self._chooses_all(kwargs[CACHE]) else None
         return self._step_in_pages if self.pages_of is not None and is_step_in_pages(kwargs) else None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.model).forward(self.model, *args, **kwargs)
 
-    def _is_step(self, kwargs: dict[str, Any]) -> bool:
-        """Whether this is one new token of one text whose cache is transformers' own, and nothing else is asked for."""
-        ids: Any = kwargs.get("input_ids")
-        cache: Any = kwargs.get(CACHE)
-        if type(ids) is not Tensor or ids.shape != (1, 1) or type(cache) is not DynamicCache:
-            return False
-        keep = kwargs.get("logits_to_keep", 0)
-        return (
-            ids.is_cpu
-            and ids.dtype == torch.int64
-            and undisturbed()
-            and all(v is None for k, v in kwargs.items() if k not in KNOWN)
-            and self._caches(kwargs.get("use_cache"))
-            and kwargs.get("return_dict") is not False
-            and type(keep) is int
-            and keep >= 0
-            and grows(cache)
-            and follows(cache.get_seq_length(), kwargs.get("attention_mask"), kwargs.get("position_ids"))
-        )
-
-    def _chooses_all(self, cache: DynamicCache) -> bool:
+    def _chooses_all(self, cache: TextCache) -> bool:
         """Whether indices of keys, where a step has some, choose all that the cache holds."""
         if self.most is None:
-            self.most = chosen_rows(self.model.config, cache)
+            self.most = chosen_rows(self.model.config, layers_of(cache))
         if cache.get_seq_length() < self.most:
             return True
         if not self.was_long:
@@ -174,15 +149,12 @@ class Step:
             self._say(logging.WARNING, f"from token {self.most + 1:.0f} on its index of keys chooses rows")
         return False
 
-    def _caches(self, asked: bool | None) -> bool:
-        return bool(self.model.config.use_cache if asked is None else asked)
-
     def _look(self, cache: Any) -> None:
         """Before the first token of a text, say what there is to say of the model, or of a cache of another kind."""
         self.looked = True
         try:
             self._check_model()
-            if type(cache) is not DynamicCache:
+            if type(cache) is not type(new_cache(self.model.config)):
                 self._say(logging.WARNING, f"its cache is a {type(cache).__name__}")
         except Unsuited as e:
             self._fall_back(e)
@@ -196,9 +168,7 @@ class Step:
         waits = WAITS[self.failures : self.failures + 1] if isinstance(e, NotNow) else ()
         self.failures += 1
         self.why, self.wait = str(e), sum(waits)
-        # Encoder-decoders write in batches: nobody waits for a step of one text.
-        quietly = bool(waits) or self.model.config.is_encoder_decoder
-        self._say(logging.INFO if quietly else logging.WARNING, str(e))
+        self._say(logging.INFO if waits else logging.WARNING, str(e))
 
     def _step(self, kwargs: dict[str, Any]) -> Any:
         if self.wait:
@@ -213,17 +183,17 @@ class Step:
                 return self._record(kwargs)
             if self.compared < COMPARED:
                 return self._compare(kwargs)
-            return self._replay(kwargs)
+            return self._run(kwargs)
         except Unsuited as e:
             self._fall_back(e)
             return self._forward(**kwargs)
 
     def _arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Those of a step that is recorded: with its position, and without a mask of ones."""
-        length = kwargs[CACHE].get_seq_length()
-        position = torch.full((1, 1), length, dtype=torch.int64)
-        ids, cache = kwargs["input_ids"], kwargs[CACHE]
-        return {"input_ids": ids, "position_ids": position, CACHE: cache, "use_cache": True}
+        position = torch.full((1, 1), kwargs[CACHE].get_seq_length(), dtype=torch.int64)
+        names = token_name(kwargs), CACHE, "encoder_outputs"
+        given = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        return {**given, "position_ids": position, "use_cache": True}
 
     def _record(self, kwargs: dict[str, Any]) -> Any:
         self._check_model()
@@ -244,12 +214,10 @@ class Step:
     def _check_model(self) -> None:
         """Raises Unsuited for what a model is."""
         config = self.model.config
-        if config.is_encoder_decoder:
-            raise Unsuited("it is an encoder and a decoder")
         strange = strange_layers(config)
         if strange:
             raise Unsuited(f"its cache has layers that are {', '.join(strange)}")
-        if config.get_text_config()._attn_implementation not in (ATTENTION, WITH_SINKS):
+        if config.get_text_config()._attn_implementation not in (ATTENTION, BESIDE_OWN):
             raise Unsuited(
                 f"its attention is {config.get_text_config()._attn_implementation!r}, not the engine's"
             )
@@ -259,7 +227,7 @@ class Step:
         ):  # a copy has none before its first call
             raise Unsuited("its experts stream, or lie elsewhere")
 
-    def _check_state(self, cache: DynamicCache) -> None:
+    def _check_state(self, cache: TextCache) -> None:
         """Raises NotNow for what a model is at this moment, and for caches that are not its own."""
         if any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules()):
             raise NotNow("there are hooks on its modules")
@@ -267,11 +235,9 @@ class Step:
             raise NotNow("modules of it got another forward")
         if self.model.training:
             raise NotNow("it is in training mode")
-        expected = DynamicCache(config=self.model.config).layers
-        windows = [
-            [getattr(x, "sliding_window", None) for x in layers] for layers in (expected, cache.layers)
-        ]
-        types = [[type(x) for x in layers] for layers in (expected, cache.layers)]
+        both = layers_of(new_cache(self.model.config)), layers_of(cache)
+        windows = [[getattr(x, "sliding_window", None) for x in layers] for layers in both]
+        types = [[type(x) for x in layers] for layers in both]
         if windows[0] != windows[1] or types[0] != types[1]:
             raise NotNow("its cache is of another kind than its configuration's")
 
@@ -282,7 +248,8 @@ class Step:
         why = differ(first, second)
         if why:
             raise NotNow(why)
-        extra = [k for k, v in result.items() if v is not None and k not in ("logits", CACHE)]
+        known = "logits", CACHE, ENCODED
+        extra = [k for k, v in result.items() if v is not None and k not in known]
         if extra or result.logits.shape[:2] != (1, 1):
             raise NotNow(f"it returns {', '.join(extra) or list(result.logits.shape)}")
         self.ready = lower(second, result.logits)
@@ -302,15 +269,17 @@ class Step:
     def _forget(self) -> None:
         self.ready, self.traces = None, []
 
-    def _run(self, cache: DynamicCache, ids: Tensor) -> Tensor:
-        """The logits, and one more row in every layer of the cache."""
-        ready = self.ready
+    def _run(self, kwargs: dict[str, Any]) -> Any:
+        """What the model returns, and one more row in every layer of the cache that takes them."""
+        ready, cache = self.ready, kwargs[CACHE]
         assert ready is not None
-        at = cache.get_seq_length()
-        ready.follow(cache.layers)
-        logits = self._run_list(ready, int(ids), at)
-        ready.advance(cache.layers)
-        return logits
+        layers, at = layers_of(cache), cache.get_seq_length()
+        ready.follow(layers)
+        logits = self._run_list(ready, int(kwargs[token_name(kwargs)]), at)
+        ready.advance(layers)
+        encoded = kwargs.get("encoder_outputs")
+        beside = {} if encoded is None else {ENCODED: encoded[0]}
+        return self._output(logits=logits, **{CACHE: cache}, **beside)
 
     def _run_list(self, ready: Lowered, token: int, position: int) -> Tensor:
         ready.words[0].value, ready.words[1].value = token, position
@@ -329,7 +298,7 @@ class Step:
             return self._forward(**kwargs)
         pages = [pages_of(kwargs, i) for i in ready.rows]
         try:
-            if ready.states or ready.indices:
+            if ready.states or ready.indices or ready.sources:
                 raise Unsuited("its cache holds more than keys and values")
             for rows, found in zip(ready.rows.values(), pages, strict=True):
                 if found is None:
@@ -349,10 +318,6 @@ class Step:
             return self._forward(**kwargs)
         return self._output(logits=logits)
 
-    def _replay(self, kwargs: dict[str, Any]) -> Any:
-        cache = kwargs[CACHE]
-        return self._output(logits=self._run(cache, kwargs["input_ids"]), **{CACHE: cache})
-
     def _compare(self, kwargs: dict[str, Any]) -> Any:
         cache = kwargs[CACHE]
         kept = Kept(cache)
@@ -360,11 +325,11 @@ class Step:
         after = Kept(cache)
         kept.restore()
         try:
-            logits = self._run(cache, kwargs["input_ids"])
+            made = self._run(kwargs)
         except BaseException as e:
             kept.restore()
             raise _unsuited(e) from e
-        if not same_bits(expected.logits, logits):
+        if not same_bits(expected.logits, made.logits):
             kept.restore()
             raise Unsuited("its logits are other ones")
         if not after.same_as(cache):
@@ -372,7 +337,7 @@ class Step:
             raise Unsuited("what it keeps in its cache is something else")
         self.compared += 1
         self.failures = 0
-        return self._output(logits=logits, **{CACHE: cache})
+        return made
 
 
 def _is_one_text(kwargs: dict[str, Any]) -> bool:

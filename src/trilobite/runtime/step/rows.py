@@ -15,6 +15,37 @@ AHEAD = 16
 """Steps whose views are made at once: one alone has its code to fetch from memory, between two tokens."""
 
 
+class Source:
+    """Keys and values of a source text, which a layer of transformers' cache holds: a step only reads them."""
+
+    def __init__(self, heads: int, width: int, dtype: torch.dtype) -> None:
+        """Empty. width: of keys and of values."""
+        self.heads, self.width, self.dtype = heads, width, dtype
+        self.native = ops.StepCache()
+        self.seen: tuple[Tensor, Tensor] | None = None
+        self.held: tuple[Tensor, ...] = ()
+
+    def follow(self, layer: Any) -> None:
+        """Read what the layer holds."""
+        keys, values = layer.keys, layer.values
+        if self.seen is not None and keys is self.seen[0] and values is self.seen[1]:
+            return
+        shape = 1, self.heads, keys.shape[2], self.width
+        if not keys.shape == values.shape == shape or not keys.dtype == values.dtype == self.dtype:
+            raise NotNow(f"its cache holds keys of a source of shape {list(keys.shape)}")
+        self.seen = keys, values
+        if keys.stride() != values.stride() or keys.stride(3) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+        numbers = torch.arange(shape[2])
+        self.held = keys, values, numbers
+        native = self.native
+        native.k, native.v, native.rows = (t.data_ptr() for t in self.held)
+        native.first, native.end, native.capacity, native.limit = 0, shape[2], shape[2], shape[2]
+        native.row_stride, native.head_stride = keys.stride(2), keys.stride(1)
+        last = sum((n - 1) * step for n, step in zip(shape, keys.stride(), strict=True))
+        native.bytes = (last + 1) * keys.element_size()
+
+
 class Rows:
     """What a layer of transformers' cache holds; the layer's own tensors are views of it.
 

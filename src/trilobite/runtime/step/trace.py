@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from trilobite.runtime import attention as attention_of_models
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.modules.residence import PackedModule
+from trilobite.runtime.step.conditions import layers_of, sources_of, token_name
 from trilobite.runtime.step.index import index_of
 from trilobite.runtime.step.states import states_of
 from trilobite.runtime.step.unsuited import Unsuited
@@ -92,6 +93,20 @@ def arguments(node: Node) -> dict[str, Any]:
     return {k: v for k, v in node.kwargs.items() if k != "rows"}
 
 
+def moving(trace: Trace) -> list[Node]:
+    """Those that depend on the step's inputs, on states or on the cache, or have to do with memory that is written to in
+    place; all others make the same in every step."""
+    made = {storage(t) for t in (*trace.inputs, *trace.states.values())}
+    made |= {storage(t) for node in trace.nodes for t in changed(node)}
+    found = []
+    for node in trace.nodes:
+        touched = {storage(t) for t in (*tensors_in((node.args, node.kwargs)), *node.outputs)}
+        if node.kind != "torch" or touched & made:
+            found.append(node)
+            made |= {storage(t) for t in node.outputs}
+    return found
+
+
 def live(nodes: list[Node], wanted: list[Tensor]) -> list[Node]:
     """Those on which tensors depend, or rows of the cache."""
     needed, found = set(map(storage, wanted)), []
@@ -144,6 +159,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Layer of the cache by id of a tensor of all its keys, or of all its values."""
         self.chunks: dict[int, int] = {}
         """Of layers whose tokens look at those of their chunk alone, how many it has."""
+        self.biases: dict[int, tuple[Tensor, Any, Callable[..., Tensor]]] = {}
+        """By storage: what modules add to scores by distance, whose it is, and what makes it."""
+        self.sources: dict[int, Any] = {}
+        """Layers of the cache that hold keys and values of a source."""
 
     def chooses(self, args: Any) -> bool:
         """Whether something only says what an index of keys chooses: `attend` looks that this was everything."""
@@ -172,7 +191,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The arguments; of `torch.arange(n) + past`, as models count tokens, the position in the place of its value."""
         if func != torch.ops.aten.add.Tensor or type(args[1]) is not int or args[1] != self.at:
             return args
-        counts = args[0].dtype == torch.int64 and storage(args[0]) != storage(self.trace.position)
+        counts = args[0].dtype in (torch.int32, torch.int64) and storage(args[0]) != storage(
+            self.trace.position
+        )
         return (args[0], self.trace.position) if counts else args
 
     def note(self, kind: str, what: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...]) -> None:
@@ -220,6 +241,36 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return recorded
 
+    def bias(self, module: nn.Module, real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What makes numbers that are added to scores by distance."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Tensor:
+            with self.silence():
+                made = real(*args, **kwargs)
+            self.biases[storage(made)] = made, module, real
+            return made
+
+        return recorded
+
+    def _by_distance(self, bias: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What was added to scores [1, heads, 1, S], as [heads, distances], and the weight that it is made of."""
+        with self.silence():
+            if not bool(bias.any()):
+                return None
+            made = self.biases.get(storage(bias))
+            if made is None:
+                raise Unsuited("numbers are added to its scores that are not known to be those of distances")
+            _, module, real = made
+            most = module.relative_attention_max_distance + 1
+            table = real(most, most)[0, :, -1].flip(-1).float()
+            seen = bias[0, :, 0].flip(-1).float()
+            places = torch.arange(seen.shape[1]).clamp(max=table.shape[1] - 1)
+            if not torch.equal(table[:, places], seen):
+                raise Unsuited(
+                    "what is added to its scores is not the same for all distances beyond the largest"
+                )
+        return table.contiguous(), module.relative_attention_bias.weight
+
     def index(self, layer: int, field: str, real: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """What takes the keys of a layer's index, as one node."""
 
@@ -239,7 +290,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layer = self.rows.get(id(key))
         if layer is None or layer != self.rows.get(id(value)):
             raise Unsuited("it attends to more, or less, than what the cache holds")
-        chunk, length = self.chunks.get(layer), key.shape[2]
+        source = layer in self.sources
+        chunk, length = None if source else self.chunks.get(layer), key.shape[2]
         with self.silence():
             skipped = 0 if chunk is None else max(0, length - 1 - self.at % chunk)
             seen = mask if mask is not None else torch.ones(length, dtype=torch.bool)
@@ -247,6 +299,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise Unsuited("its attention skips rows of the cache")
         noted = {"scale": kwargs.get("scaling"), "window": kwargs.get("sliding_window"), "chunk": chunk}
         noted["sinks"] = kwargs.get("s_aux")
+        noted["source"] = key.shape[1] if source else None
+        if (bias := kwargs.get("position_bias")) is not None and (made_of := self._by_distance(bias)):
+            noted["bias"], noted["weights"] = made_of
         if "latents" in kwargs:
             noted["weights"] = kwargs["latents"].weights
             self.trace.called.append(kwargs["latents"].module.kv_b_proj)
@@ -266,11 +321,14 @@ def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[str, Any]) -> Trace:
-    """Run a step of a model, and write it down. arguments: `input_ids`, `position_ids`, the cache, and more.
+    """Run a step of a model, and write it down.
 
+    arguments: the token by the model's name for it, `position_ids`, which one with an encoder does not get, the
+    cache, and more
     Raises Unsuited for what a list cannot say; then the cache may hold rows of this step already.
     """
-    ids, positions = (arguments[name].clone() for name in ("input_ids", "position_ids"))
+    token = token_name(arguments)
+    ids, positions = (arguments[name].clone() for name in (token, "position_ids"))
     cache = arguments[CACHE]
     trace = Trace(inputs=(ids, positions), position=positions.view(()), states=_plain_states(cache))
     recorder = _Recorder(trace)
@@ -279,8 +337,16 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
     with ExitStack() as stack:
         for module in packed:
             stack.enter_context(_replaced(module, "forward", recorder.module(module, module.forward)))
-        stack.enter_context(_replaced(cache, "update", recorder.update(cache.update)))
-        for at, layer in enumerate(cache.layers):
+        for module in model.modules():
+            if callable(made := getattr(module, "compute_bias", None)):
+                stack.enter_context(_replaced(module, "compute_bias", recorder.bias(module, made)))
+        layers, sources = layers_of(cache), sources_of(cache)
+        own = cache.self_attention_cache if sources else cache
+        stack.enter_context(_replaced(own, "update", recorder.update(own.update)))
+        for at, layer in enumerate(layers):
+            if any(layer is x for x in sources) and layer.is_initialized:
+                recorder.sources[at] = layer
+                recorder.rows[id(layer.keys)] = recorder.rows[id(layer.values)] = at
             if index := index_of(layer):
                 name, field = index
                 taken = recorder.index(at, field, getattr(layer, name))
@@ -291,7 +357,10 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
         )
         stack.enter_context(recorder)
         stack.enter_context(_NoReads(recorder))
-        trace.result = forward(**{**arguments, "input_ids": ids, "position_ids": positions})
+        given = {**arguments, token: ids, "position_ids": positions}
+        if sources:
+            del given["position_ids"]
+        trace.result = forward(**given)
     now = _states(cache)
     if any(now[key] is not t for key, t in trace.states.items()):
         raise Unsuited("it puts other states in the place of its cache's")
@@ -308,44 +377,11 @@ def _plain_states(cache: Any) -> dict[tuple[int, str, int], Tensor]:
     """Those of all layers of a cache, after such as only inference mode may change got copies in their places."""
     for (at, kind, i), t in _states(cache).items():
         if t.is_inference():
-            getattr(cache.layers[at], kind)[i] = t.clone()
+            getattr(layers_of(cache)[at], kind)[i] = t.clone()
     return _states(cache)
 
 
 def _states(cache: Any) -> dict[tuple[int, str, int], Tensor]:
     """Of all layers of a cache."""
-    return {(at, *key): t for at, layer in enumerate(cache.layers) for key, t in states_of(layer).items()}
-
-
-def differ(one: Trace, other: Trace) -> str | None:
-    """Why two steps, at different positions, are not the same but for their inputs; None where they are."""
-    ways = [live(t.nodes, [t.result.logits, *t.states.values()]) for t in (one, other)]
-    if len(ways[0]) != len(ways[1]) or one.states.keys() != other.states.keys():
-        return "it does different things at different positions"
-    names: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-    for trace, known in zip((one, other), names, strict=True):
-        known.update({id(t): ("input", i) for i, t in enumerate((*trace.inputs, trace.position))})
-        known.update({id(t): ("state", key) for key, t in trace.states.items()})
-    for at, (a, b) in enumerate(zip(*ways, strict=True)):
-        sizes = [[(o.shape, o.stride(), o.storage_offset(), o.dtype) for o in n.outputs] for n in (a, b)]
-        if a.kind != b.kind or a.what != b.what or (sizes[0] != sizes[1]):
-            return f"{a.what} differs between positions"
-        ours, theirs = ((n.args, sorted(arguments(n).items())) for n in (a, b))
-        if not _same(ours, theirs, names):
-            return f"arguments of {a.what} differ between positions"
-        for known, node in zip(names, (a, b), strict=True):
-            for i, o in enumerate(node.outputs):
-                known.setdefault(id(o), (at, i))
-    return None
-
-
-def _same(a: Any, b: Any, names: tuple[dict[int, Any], dict[int, Any]]) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        ours, theirs = names[0].get(id(a)), names[1].get(id(b))
-        if ours is not None or theirs is not None:
-            return bool(ours == theirs)
-        like = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-        return a is b or (like and bool(torch.equal(a, b)))
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_same(x, y, names) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and bool(a == b)
+    layers = enumerate(layers_of(cache))
+    return {(at, *key): t for at, layer in layers for key, t in states_of(layer).items()}
