@@ -131,10 +131,11 @@ def grows(cache: TextCache) -> bool:
     if isinstance(cache, DynamicCache):
         return not cache.offloading and _grow(cache.layers)
     own, source = cache.self_attention_cache, cache.cross_attention_cache
-    if not type(own) is type(source) is DynamicCache or own.offloading or source.offloading:
+    plain = type(own) is type(source) is DynamicCache and not (own.offloading or source.offloading)
+    if not plain or len(own.layers) != len(source.layers):
         return False
     # They have as many layers as the encoder, where it has more than the decoder.
-    pairs = [*zip(own.layers, source.layers, strict=True)]
+    pairs = zip(own.layers, source.layers, strict=True)
     used = [(i, a, b) for i, (a, b) in enumerate(pairs) if a.is_initialized or b.is_initialized]
     read = all(type(b) is theirs.DynamicLayer and cache.is_updated.get(i) for i, _, b in used)
     return read and _grow([a for _, a, _ in used])

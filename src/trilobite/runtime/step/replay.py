@@ -275,7 +275,12 @@ class Step:
         assert ready is not None
         layers, at = layers_of(cache), cache.get_seq_length()
         ready.follow(layers)
-        logits = self._run_list(ready, int(kwargs[token_name(kwargs)]), at)
+        try:
+            logits = self._run_list(ready, int(kwargs[token_name(kwargs)]), at)
+        except Exception as e:
+            if ready.states:  # some are changed already
+                raise
+            raise _unsuited(e) from e  # a table that its own forward makes longer, or it says what is wrong
         ready.advance(layers)
         encoded = kwargs.get("encoder_outputs")
         beside = {} if encoded is None else {ENCODED: encoded[0]}

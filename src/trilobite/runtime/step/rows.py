@@ -23,7 +23,6 @@ class Source:
         self.heads, self.width, self.dtype = heads, width, dtype
         self.native = ops.StepCache()
         self.seen: tuple[Tensor, Tensor] | None = None
-        self.held: tuple[Tensor, ...] = ()
 
     def follow(self, layer: Any) -> None:
         """Read what the layer holds."""
@@ -33,13 +32,11 @@ class Source:
         shape = 1, self.heads, keys.shape[2], self.width
         if not keys.shape == values.shape == shape or not keys.dtype == values.dtype == self.dtype:
             raise NotNow(f"its cache holds keys of a source of shape {list(keys.shape)}")
-        self.seen = keys, values
         if keys.stride() != values.stride() or keys.stride(3) != 1:
-            keys, values = keys.contiguous(), values.contiguous()
-        numbers = torch.arange(shape[2])
-        self.held = keys, values, numbers
+            raise NotNow("its cache holds keys of a source that lie elsewhere than their values")
+        self.seen, self.numbers = (keys, values), torch.arange(shape[2])
         native = self.native
-        native.k, native.v, native.rows = (t.data_ptr() for t in self.held)
+        native.k, native.v, native.rows = (t.data_ptr() for t in (keys, values, self.numbers))
         native.first, native.end, native.capacity, native.limit = 0, shape[2], shape[2], shape[2]
         native.row_stride, native.head_stride = keys.stride(2), keys.stride(1)
         last = sum((n - 1) * step for n, step in zip(shape, keys.stride(), strict=True))

@@ -1,0 +1,263 @@
+"""Steps of models with an encoder, from a list: they read a source, and have the bits of the model's own."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import build_checkpoint
+from support.steps import plain, step_of, tokens
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    EncoderDecoderCache,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from trilobite.kernels.ops import attends
+from trilobite.quantize.run.compress import compress
+from trilobite.recipe import load_recipe
+from trilobite.runtime.cache_name import CACHE
+from trilobite.runtime.load import load
+from trilobite.runtime.step.conditions import new_cache
+from trilobite.runtime.step.replay import COMPARED, RECORDED
+from trilobite.runtime.step.rows import Source
+
+pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
+
+SIZES: dict[str, Any] = {"vocab_size": 256, "d_model": 64, "pad_token_id": 0, "eos_token_id": 1}
+T5 = SIZES | {"d_kv": 16, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
+BART = SIZES | {"max_position_embeddings": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 2, f"{side}_ffn_dim": 96}
+DENSE: dict[str, Callable[[], PreTrainedModel]] = {
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
+    "m2m100": lambda: M2M100ForConditionalGeneration(
+        M2M100Config(**BART | {"max_position_embeddings": 20}, scale_embedding=True)
+    ),
+    "bart": lambda: BartForConditionalGeneration(BartConfig(**BART)),
+    "marian": lambda: MarianMTModel(MarianConfig(**BART)),
+}
+KINDS = ("switch_transformers", "nllb-moe", *DENSE)
+STEPS = 30
+Packed = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            torch.manual_seed(0)
+            if kind in DENSE:
+                DENSE[kind]().to(torch.bfloat16).eval().save_pretrained(folder / "original")
+            else:
+                build_checkpoint(kind, folder / "original", dtype=torch.bfloat16)
+            compress(str(folder / "original"), folder / "packed", load_recipe("rtn3"))
+            made[kind] = folder / "packed"
+        return made[kind]
+
+    return of
+
+
+def encoded(model: PreTrainedModel, source: Tensor) -> dict[str, Any]:
+    """What a model's forward gets beside tokens of a translation."""
+    with torch.inference_mode():
+        outputs = model.get_encoder()(input_ids=source)
+    return {
+        "encoder_outputs": outputs,
+        "attention_mask": torch.ones_like(source),
+        CACHE: new_cache(model.config),
+    }
+
+
+@torch.inference_mode()
+def read(model: PreTrainedModel, given: dict[str, Any], ids: Tensor) -> list[Tensor]:
+    """Logits of tokens, one at a time."""
+    return [model(decoder_input_ids=i.view(1, 1), use_cache=True, **given).logits for i in ids]
+
+
+def held(cache: EncoderDecoderCache) -> list[Tensor]:
+    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return [t for x in layers if x.is_initialized for t in (x.keys, x.values)]
+
+
+def translations(model: PreTrainedModel) -> list[Tensor]:
+    """Of two sources in turns, which are not as long as each other: logits, then what the caches hold."""
+    givens = [encoded(model, tokens(length, length)[None]) for length in (9, 23)]
+    made = [
+        x
+        for part in range(3)
+        for at, g in enumerate(givens)
+        for x in read(model, g, tokens(STEPS // 3, 9 * part + at))
+    ]
+    return made + [t for given in givens for t in held(given[CACHE])]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_two_sources_in_turns(kind: str, packed: Packed) -> None:
+    """Further than the largest distance that a bias knows, and than the table of positions that one begins with."""
+    model = load(str(packed(kind)))
+    ours = translations(model)
+    step = step_of(model)
+    assert step.why is None or kind == "m2m100"
+    assert (step.ready is not None and step.compared == COMPARED) or kind == "m2m100"
+    assert same(ours, translations(plain(model)))
+
+
+@pytest.mark.parametrize("kind", ["switch_transformers", "m2m100"])
+def test_the_same_translations(kind: str, packed: Packed) -> None:
+    """Greedily and with beams, of sources of one batch and of one alone, by `generate`."""
+    model = load(str(packed(kind)))
+
+    def made(model: PreTrainedModel) -> list[Any]:
+        found = []
+        for count, beams in ((1, 1), (1, 3), (3, 1), (1, 1)):
+            source = tokens(count * 12, count).view(count, 12)
+            asked = {"max_new_tokens": 14, "do_sample": False, "num_beams": beams}
+            found.append(model.generate(source, attention_mask=torch.ones_like(source), **asked).tolist())
+        return found
+
+    ours = made(model)
+    assert step_of(model).ready is not None
+    assert ours == made(plain(model))
+
+
+def test_what_a_step_returns(packed: Packed) -> None:
+    """What the model itself returns: with what the encoder made."""
+    model = load(str(packed("switch_transformers")))
+    given = encoded(model, tokens(9)[None])
+    read(model, given, tokens(1 + RECORDED + COMPARED))
+    with torch.inference_mode():
+        found = model(decoder_input_ids=tokens(1)[None], use_cache=True, **given)
+        assert step_of(model).compared == COMPARED
+        theirs = plain(model)(decoder_input_ids=tokens(1)[None], use_cache=True, **given)
+    assert type(found) is type(theirs)
+    assert list(found) == list(theirs)
+    assert found.encoder_last_hidden_state is given["encoder_outputs"][0]
+    assert vars(found).keys() == vars(theirs).keys()
+
+
+@pytest.mark.parametrize("kind", ["switch_transformers", "m2m100"])
+def test_a_source_with_padding_is_no_step(kind: str, packed: Packed) -> None:
+    model = load(str(packed(kind)))
+
+    def made(model: PreTrainedModel) -> list[Tensor]:
+        given = encoded(model, tokens(9)[None])
+        found = read(model, given, tokens(8))
+        given["attention_mask"] = torch.tensor([[1] * 7 + [0] * 2])
+        return found + read(model, given, tokens(4, 1))
+
+    assert same(made(model), made(plain(model)))
+
+
+def test_tables_that_grow(packed: Packed) -> None:
+    """Positions beyond those that there are, of which the model makes more every few steps."""
+    model = load(str(packed("m2m100")))
+    given, ids = encoded(model, tokens(9)[None]), tokens(40)
+    ours = read(model, given, ids[:15])
+    step = step_of(model)
+    assert step.compared == COMPARED
+    ours += read(model, given, ids[15:])
+    assert step.failures > 0
+    assert same(ours, read(plain(model), encoded(model, tokens(9)[None]), ids))
+
+
+def biases(model: PreTrainedModel) -> nn.Parameter:
+    return next(p for n, p in model.named_parameters() if "decoder" in n and "relative_attention_bias" in n)
+
+
+@pytest.mark.parametrize("change", ["bias", "source", "strides", "copy"])
+def test_what_changes_between_two_steps(change: str, packed: Packed) -> None:
+    """Numbers by distance, and keys of the source, in their places or in others; a list has no copies of these."""
+    model = load(str(packed("t5")))
+
+    def made(model: PreTrainedModel) -> list[Tensor]:
+        given = encoded(model, tokens(9)[None])
+        found = read(model, given, tokens(10))
+        layer = given[CACHE].cross_attention_cache.layers[1]
+        if change == "bias":
+            with torch.no_grad():
+                biases(model).fill_(1.5)
+        elif change == "source":
+            layer.keys, layer.values = layer.keys.flip(2), layer.values.flip(2)
+        elif change == "strides":
+            layer.values = layer.values.transpose(1, 2).contiguous().transpose(1, 2)
+            layer.keys = layer.keys.contiguous()
+        else:
+            given[CACHE] = copy.deepcopy(given[CACHE])
+            with torch.inference_mode():
+                layer.keys.zero_()
+        return found + read(model, given, tokens(10, 1))
+
+    other = load(str(packed("t5")))
+    ours = made(model)
+    assert (step_of(model).ready is None) == (change == "strides")
+    assert same(ours, made(plain(other)))
+
+
+def test_a_bias_that_is_not_one_of_distances(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that somebody changes before they are added: no list, and the bits of the model's own."""
+    model = load(str(packed("t5")))
+    owner: Any = next(
+        m for n, m in model.named_modules() if "decoder" in n and hasattr(m, "relative_attention_bias")
+    )
+    real = type(owner).compute_bias
+
+    def alternating(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        bias: Tensor = real(self, *args, **kwargs)
+        return bias + (torch.arange(bias.shape[3]) % 2).to(bias.dtype) if self is owner else bias
+
+    monkeypatch.setattr(type(owner), "compute_bias", alternating)
+    ours = read(model, encoded(model, tokens(9)[None]), tokens(8))
+    step = step_of(model)
+    assert step.ready is None
+    assert "distances" in str(step.why)
+    assert same(ours, read(plain(model), encoded(model, tokens(9)[None]), tokens(8)))
+
+
+def test_a_planted_fault(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that is read from its second row on: comparing finds it."""
+    model = load(str(packed("t5")))
+    follow = Source.follow
+
+    def late(self: Source, layer: Any) -> None:
+        follow(self, layer)
+        self.native.first = 1
+
+    monkeypatch.setattr(Source, "follow", late)
+    read(model, encoded(model, tokens(9)[None]), tokens(8))
+    assert "logits are other ones" in str(step_of(model).why)
+
+
+def test_caches_of_other_kinds(packed: Packed) -> None:
+    """A decoder's cache alone, and one whose source nobody has read yet: the model's own forward."""
+    model = load(str(packed("bart")))
+    given = encoded(model, tokens(9)[None])
+    read(model, given, tokens(8))
+    step = step_of(model)
+    assert step.ready is not None
+    given[CACHE] = EncoderDecoderCache(given[CACHE].self_attention_cache, DynamicCache())
+    ours = read(model, given, tokens(3, 2))
+    again = encoded(model, tokens(9)[None])
+    other = load(str(packed("bart")))
+    read(plain(other), again, tokens(8))
+    again[CACHE] = EncoderDecoderCache(again[CACHE].self_attention_cache, DynamicCache())
+    assert same(ours, read(other, again, tokens(3, 2)))
