@@ -7,49 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import build_checkpoint
+from support.encoders import KINDS, encoded, held, pack, read, same
 from support.steps import plain, step_of, tokens
 from torch import Tensor, nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    DynamicCache,
-    EncoderDecoderCache,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
-    MarianConfig,
-    MarianMTModel,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from trilobite.kernels.ops import attends
-from trilobite.quantize.run.compress import compress
-from trilobite.recipe import load_recipe
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
-from trilobite.runtime.step.conditions import new_cache
 from trilobite.runtime.step.replay import COMPARED, RECORDED
 from trilobite.runtime.step.rows import Source
 
 pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
 
-SIZES: dict[str, Any] = {"vocab_size": 256, "d_model": 64, "pad_token_id": 0, "eos_token_id": 1}
-T5 = SIZES | {"d_kv": 16, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
-T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
-BART = SIZES | {"max_position_embeddings": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-for side in ("encoder", "decoder"):
-    BART |= {f"{side}_layers": 2, f"{side}_ffn_dim": 96}
-DENSE: dict[str, Callable[[], PreTrainedModel]] = {
-    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
-    "m2m100": lambda: M2M100ForConditionalGeneration(
-        M2M100Config(**BART | {"max_position_embeddings": 20}, scale_embedding=True)
-    ),
-    "bart": lambda: BartForConditionalGeneration(BartConfig(**BART)),
-    "marian": lambda: MarianMTModel(MarianConfig(**BART)),
-}
-KINDS = ("switch_transformers", "nllb-moe", *DENSE)
 STEPS = 30
 Packed = Callable[[str], Path]
 
@@ -60,39 +30,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
 
     def of(kind: str) -> Path:
         if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            torch.manual_seed(0)
-            if kind in DENSE:
-                DENSE[kind]().to(torch.bfloat16).eval().save_pretrained(folder / "original")
-            else:
-                build_checkpoint(kind, folder / "original", dtype=torch.bfloat16)
-            compress(str(folder / "original"), folder / "packed", load_recipe("rtn3"))
-            made[kind] = folder / "packed"
+            made[kind] = pack(kind, tmp_path_factory.mktemp(kind))
         return made[kind]
 
     return of
-
-
-def encoded(model: PreTrainedModel, source: Tensor) -> dict[str, Any]:
-    """What a model's forward gets beside tokens of a translation."""
-    with torch.inference_mode():
-        outputs = model.get_encoder()(input_ids=source)
-    return {
-        "encoder_outputs": outputs,
-        "attention_mask": torch.ones_like(source),
-        CACHE: new_cache(model.config),
-    }
-
-
-@torch.inference_mode()
-def read(model: PreTrainedModel, given: dict[str, Any], ids: Tensor) -> list[Tensor]:
-    """Logits of tokens, one at a time."""
-    return [model(decoder_input_ids=i.view(1, 1), use_cache=True, **given).logits for i in ids]
-
-
-def held(cache: EncoderDecoderCache) -> list[Tensor]:
-    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
-    return [t for x in layers if x.is_initialized for t in (x.keys, x.values)]
 
 
 def translations(model: PreTrainedModel) -> list[Tensor]:
@@ -105,10 +46,6 @@ def translations(model: PreTrainedModel) -> list[Tensor]:
         for x in read(model, g, tokens(STEPS // 3, 9 * part + at))
     ]
     return made + [t for given in givens for t in held(given[CACHE])]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,14 +93,17 @@ def test_what_a_step_returns(packed: Packed) -> None:
 
 
 @pytest.mark.parametrize("kind", ["switch_transformers", "m2m100"])
-def test_a_source_with_padding_is_no_step(kind: str, packed: Packed) -> None:
+def test_a_source_with_padding(kind: str, packed: Packed) -> None:
+    """At its end, where it is another source's for the list; before its beginning, where it is no step."""
     model = load(str(packed(kind)))
 
     def made(model: PreTrainedModel) -> list[Tensor]:
         given = encoded(model, tokens(9)[None])
         found = read(model, given, tokens(8))
-        given["attention_mask"] = torch.tensor([[1] * 7 + [0] * 2])
-        return found + read(model, given, tokens(4, 1))
+        for mask in ([1] * 7 + [0] * 2, [0] + [1] * 8):
+            given["attention_mask"] = torch.tensor([mask])
+            found += read(model, given, tokens(4, 1))
+        return found
 
     assert same(made(model), made(plain(model)))
 
@@ -238,9 +178,9 @@ def test_a_planted_fault(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> Non
     model = load(str(packed("t5")))
     follow = Source.follow
 
-    def late(self: Source, layer: Any) -> None:
-        follow(self, layer)
-        self.native.first = 1
+    def late(self: Source, layer: Any, lengths: list[int] | None) -> None:
+        follow(self, layer, lengths)
+        self.natives[0].first = 1
 
     monkeypatch.setattr(Source, "follow", late)
     read(model, encoded(model, tokens(9)[None]), tokens(8))

@@ -33,6 +33,9 @@ class Observer(Protocol):
     def silence(self) -> AbstractContextManager[None]:
         """While what torch does belongs to a call that is written down as one."""
 
+    def masked(self, made: Tensor | None) -> None:
+        """A mask that calls will have, made of one that the model was given."""
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any, made: Tensor
     ) -> None:
@@ -297,8 +300,13 @@ def _quietly(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def quietly(*args: Any, **kwargs: Any) -> Any:
         observer = _observed.observer
-        with nullcontext() if observer is None else observer.silence():
+        if observer is None:
             return make(*args, **kwargs)
+        with observer.silence():
+            made = make(*args, **kwargs)
+        if kwargs.get("attention_mask") is not None:
+            observer.masked(made)
+        return made
 
     return quietly
 

@@ -63,16 +63,22 @@ def token_name(kwargs: dict[str, Any]) -> str:
     return "input_ids" if kwargs.get("encoder_outputs") is None else "decoder_input_ids"
 
 
-def is_step(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
-    """Whether this is one new token of one text whose cache is transformers' own, and nothing else is asked for."""
+def texts_of_step(kwargs: dict[str, Any], config: PreTrainedConfig) -> int:
+    """Of how many texts this is one new token each, in a cache that is transformers' own, and nothing else is asked for.
+
+    0: of none; without an encoder it is of one
+    """
     encoded = kwargs.get("encoder_outputs") is not None
     ids: Any = kwargs.get(token_name(kwargs))
     cache: Any = kwargs.get(CACHE)
-    if type(ids) is not Tensor or ids.shape != (1, 1) or type(cache) is not (CACHES[encoded]):
-        return False
+    if type(ids) is not Tensor or ids.dim() != 2 or type(cache) is not (CACHES[encoded]):
+        return 0
+    texts, new = ids.shape
     keep, caches = kwargs.get("logits_to_keep", 0), kwargs.get("use_cache")
-    return (
-        ids.is_cpu
+    is_step = (
+        new == 1
+        and (encoded or texts == 1)
+        and ids.is_cpu
         and ids.dtype == torch.int64
         and undisturbed()
         and all(v is None for k, v in kwargs.items() if k not in KNOWN[encoded])
@@ -81,26 +87,44 @@ def is_step(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
         and type(keep) is int
         and keep >= 0
         and grows(cache)
-        and (_reads_a_source(cache, kwargs) if encoded else _follows(cache, kwargs))
+        and (_read_sources(cache, kwargs) if encoded else _follows(cache, kwargs))
     )
+    return texts if is_step else 0
 
 
 def _follows(cache: DynamicCache, kwargs: dict[str, Any]) -> bool:
     """Whether a token stands behind all others, and sees them."""
     length, position = cache.get_seq_length(), kwargs.get("position_ids")
     here = position is None or (position.shape == (1, 1) and int(position) == length)
-    return here and _sees_all(kwargs.get("attention_mask"), length + 1)
+    return here and _see_all(kwargs.get("attention_mask"), (1, length + 1))
 
 
-def _reads_a_source(cache: EncoderDecoderCache, kwargs: dict[str, Any]) -> bool:
-    """Whether a token sees all of a translation so far, and of its source."""
+def _read_sources(cache: EncoderDecoderCache, kwargs: dict[str, Any]) -> bool:
+    """Whether tokens see all of their translations so far, and of their sources, which may end earlier than others."""
+    texts = len(kwargs["decoder_input_ids"])
     length, source = cache.get_seq_length(), cache.cross_attention_cache.get_seq_length()
-    masks = kwargs.get("decoder_attention_mask"), kwargs.get("attention_mask")
-    return _sees_all(masks[0], length + 1) and _sees_all(masks[1], source)
+    mask = kwargs.get("attention_mask")
+    return _see_all(kwargs.get("decoder_attention_mask"), (texts, length + 1)) and (
+        mask is None
+        or (
+            type(mask) is Tensor
+            and mask.shape == (texts, source)
+            and bool(mask[:, 0].all())
+            and bool((mask[:, 1:] <= mask[:, :-1]).all())
+        )
+    )
 
 
-def _sees_all(mask: Tensor | None, length: int) -> bool:
-    return mask is None or (type(mask) is Tensor and mask.shape == (1, length) and bool(mask.all()))
+def _see_all(mask: Tensor | None, shape: tuple[int, int]) -> bool:
+    return mask is None or (type(mask) is Tensor and mask.shape == shape and bool(mask.all()))
+
+
+def lengths_of_sources(kwargs: dict[str, Any]) -> list[int] | None:
+    """Of all texts, or None where none is longer than another."""
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("encoder_outputs") is None or mask is None or bool(mask.all()):
+        return None
+    return mask.sum(1).tolist()  # type: ignore[no-any-return]
 
 
 def is_step_in_pages(kwargs: dict[str, Any]) -> bool:

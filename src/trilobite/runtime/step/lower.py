@@ -16,7 +16,7 @@ from trilobite.kernels import ops
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.residence import AsStored
-from trilobite.runtime.step.conditions import same_bits
+from trilobite.runtime.step.calls import Copied, into, one_or_all
 from trilobite.runtime.step.index import Index
 from trilobite.runtime.step.rows import Rows, Source
 from trilobite.runtime.step.small import small_nodes
@@ -68,7 +68,7 @@ class Lowered:
     """A step that runs: `steps` one after the other, on the places of `inputs`, then `logits` is there.
 
     words: the same memory as `inputs`    rows, states, indices, sources: of the cache's layers
-    fixed: tensors of the model that places or results depend on
+    fixed: tensors of the model that places or results depend on    nbytes: of all places
     """
 
     steps: list[Run]
@@ -81,12 +81,17 @@ class Lowered:
     sources: dict[int, Source]
     fixed: list[Tensor]
     natives: int
+    nbytes: int
     keep: list[Any] = field(default_factory=list)
 
-    def follow(self, layers: Sequence[Any]) -> None:
-        """Hold what a cache's layers hold, and have room for one more row. Raises NotNow for caches of other models."""
-        groups: tuple[Mapping[int, Rows | States | Index | Source], ...]
-        groups = self.rows, self.states, self.indices, self.sources
+    def follow(self, layers: Sequence[Any], lengths: list[int] | None = None) -> None:
+        """Hold what a cache's layers hold, and have room for one more row. Raises NotNow for caches of other models.
+
+        lengths: of the sources, where they are not all as long as each other
+        """
+        for i, source in self.sources.items():
+            source.follow(layers[i], lengths)
+        groups: tuple[Mapping[int, Rows | States | Index], ...] = (self.rows, self.states, self.indices)
         for held in groups:
             for i, each in held.items():
                 each.follow(layers[i])
@@ -99,9 +104,11 @@ class Lowered:
                 each.advance(layers[i])
 
     def forget(self) -> None:
-        """Hold nothing: what was written is not known."""
+        """Hold nothing: what was written is not known, or steps of other texts come."""
         for rows in (*self.rows.values(), *(index.rows for index in self.indices.values())):
             rows.forget()
+        for source in self.sources.values():
+            source.forget()
 
 
 class Lowering:
@@ -110,7 +117,7 @@ class Lowering:
     def __init__(self, trace: Trace, logits: Tensor) -> None:
         """logits: what the step is for, beside new rows of the cache."""
         self.trace = trace
-        self.inputs = tuple(torch.zeros(1, 1, dtype=torch.int64) for _ in range(2))
+        self.inputs = tuple(torch.zeros_like(t) for t in trace.inputs)
         self.steps: list[Run] = []
         self.pending: list[Any] = []
         self.keep: list[Any] = []
@@ -157,14 +164,16 @@ class Lowering:
     def _arrange(self, nodes: list[Node], logits: int) -> dict[int, int]:
         """Where in one stretch of memory each storage lies; stretches are used again once nobody reads them any more."""
         cached = {storage(t) for n in self.trace.nodes if n.kind == "append" for t in n.kwargs["rows"]}
-        cached |= self.trace.choices.keys()
+        cached |= self.trace.choices.keys() | self.trace.masks.keys()
         sizes: dict[int, int] = {}
         last: dict[int, int] = {}
         for at, node in enumerate(nodes):
             for t in (*tensors_in((node.args, arguments(node))), *node.outputs):
                 key = storage(t)
                 if key in cached:
-                    raise Unsuited(f"{node.what} reads the cache outside of the engine's attention")
+                    raise Unsuited(
+                        f"{node.what} reads the cache, or a mask, outside of the engine's attention"
+                    )
                 if key in self.made:
                     sizes[key], last[key] = t.untyped_storage().nbytes(), at
                 elif key not in self.given:
@@ -226,7 +235,7 @@ class Lowering:
         self._flush()
         args, kwargs = self.placed(node.args), self.placed(node.kwargs)
         if node.kind == "module":
-            self.steps.append((_Copied(node.what.forward, [self.place(node.outputs[0])]), args, kwargs))
+            self.steps.append((Copied(node.what.forward, [self.place(node.outputs[0])]), args, kwargs))
         elif changed(node):
             self.steps.append((node.what, args, kwargs))
         else:
@@ -246,10 +255,10 @@ class Lowering:
     def _torch_call(self, node: Node, args: Any, kwargs: Any) -> Run:
         """An operator that writes where its results belong, or whose results are copied there."""
         places = [self.place(o) for o in node.outputs]
-        function = _into(node)
+        function = into(node)
         if function is not None:
-            return function, args, {**kwargs, "out": _one_or_all(places)}
-        return _Copied(node.what, places), args, kwargs
+            return function, args, {**kwargs, "out": one_or_all(places)}
+        return Copied(node.what, places), args, kwargs
 
     def _module(self, node: Node) -> list[Any] | None:
         """A packed module by the call that is bound to its weights."""
@@ -270,7 +279,8 @@ class Lowering:
 
     def _append(self, node: Node) -> list[Any]:
         key, value = (self.place(t) for t in node.args)
-        if key.dim() != 4 or key.shape[0] != 1 or key.shape[2] != 1 or value.shape[3] > key.shape[3]:
+        texts = len(self.inputs[0])
+        if key.dim() != 4 or key.shape[0] != texts or key.shape[2] != 1 or value.shape[3] > key.shape[3]:
             raise Unsuited(f"its cache takes keys of shape {list(key.shape)}")
         if key.stride(3) != 1 or value.stride(3) != 1:
             raise Unsuited("its cache takes keys whose values lie apart")
@@ -280,9 +290,13 @@ class Lowering:
         (heads, width), beside = (key.shape[1], key.shape[3]), value.shape[3]
         joined = self.widths.get(layer) == width + beside
         chunk = self.chunks.get(layer)
-        rows = self.rows[layer] = Rows(heads, width, beside, key.dtype, joined=joined, chunk=chunk)
+        rows = Rows(heads, width, beside, key.dtype, texts=texts, joined=joined, chunk=chunk)
+        self.rows[layer] = rows
         if not joined:
-            return [ops.step.append_row(key[0, :, 0], value[0, :, 0], rows.native)]
+            texts_of = zip(key, value, rows.natives, strict=True)
+            return [ops.step.append_row(k[:, 0], v[:, 0], native) for k, v, native in texts_of]
+        if texts > 1:
+            raise Unsuited("its cache holds latents of several texts")
         row = torch.empty(heads, width + beside, dtype=key.dtype)
         self.keep.append(row)
         parts = (row[:, :width], key[0, :, 0]), (row[:, width:], value[0, :, 0])
@@ -302,38 +316,27 @@ class Lowering:
     def _attend(self, node: Node) -> list[Any]:
         (query,), (made,), sources = node.args, node.outputs, node.kwargs["source"]
         rows = self.rows[node.what] if sources is None else self._source(node.what, sources, query)
-        placed = self.place(query)
         _, heads, _, width = query.shape
-        base = self.place(made).as_strided((heads, width), (width, 1), self.place(made).storage_offset())
-        nodes = []
-        dense = placed[0, :, 0]
-        if not dense.is_contiguous():
-            dense = torch.empty(heads, width, dtype=query.dtype)
-            self.keep.append(dense)
-            nodes.append(ops.step.elementwise(ops.step.Kind.COPY, dense, placed[0, :, 0]))
         scale = node.kwargs["scale"]
         scale = width**-0.5 if scale is None else scale
         extras = [node.kwargs.get(name) for name in ("sinks", "bias")]
         extras = [None if t is None else t.detach().float().contiguous() for t in extras]
         self.keep += extras
-        return [*nodes, ops.step.attend_cached(base, dense, rows.heads, rows.native, scale, *extras)]
+        nodes = []
+        for q, out, native in zip(self.place(query), self.place(made), rows.natives, strict=True):
+            base = out.as_strided((heads, width), (width, 1), out.storage_offset())
+            dense = q[:, 0]
+            if not dense.is_contiguous():
+                dense = torch.empty(heads, width, dtype=query.dtype)
+                self.keep.append(dense)
+                nodes.append(ops.step.elementwise(ops.step.Kind.COPY, dense, q[:, 0]))
+            nodes.append(ops.step.attend_cached(base, dense, rows.heads, native, scale, *extras))
+        return nodes
 
     def _source(self, layer: int, heads: int, query: Tensor) -> Source:
         if layer not in self.sources:
-            self.sources[layer] = Source(heads, query.shape[3], query.dtype)
+            self.sources[layer] = Source(heads, query.shape[3], query.dtype, len(query))
         return self.sources[layer]
-
-
-class _Copied:
-    """A call whose results are copied to where they belong."""
-
-    def __init__(self, call: Callable[..., Any], places: list[Tensor]) -> None:
-        self.call, self.places = call, places
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        made = self.call(*args, **kwargs)
-        for place, t in zip(self.places, made if isinstance(made, tuple | list) else (made,), strict=True):
-            place.copy_(t)
 
 
 def _like(t: Tensor) -> Tensor:
@@ -345,30 +348,6 @@ def _seen_as(memory: Tensor, t: Tensor, start: int = 0) -> Tensor:
     """A tensor as `t` lies in its storage, but in that of another, from such an element on."""
     whole = torch.empty(0, dtype=t.dtype).set_(memory.untyped_storage())
     return whole.as_strided(t.shape, t.stride(), start + t.storage_offset())
-
-
-def _into(node: Node) -> Callable[..., Any] | None:
-    """torch's function for an operator, which takes `out=`; None where there is none with the same results.
-
-    It is found once: what looks an operator's arguments up in its schema at every call has, between two layers, code and
-    tables to fetch from memory, which takes longer than most of these operators.
-    """
-    name = node.what._schema.name.removeprefix("aten::")
-    function = getattr(torch._C._VariableFunctions, name, None) or getattr(torch._C._nn, name, None)
-    if function is None:
-        return None
-    places = [torch.empty_like(o) for o in node.outputs]
-    try:
-        function(*node.args, **node.kwargs, out=_one_or_all(places))
-    except (RuntimeError, TypeError, NotImplementedError):  # not for these arguments: its results are copied
-        return None
-    made = node.what(*node.args, **node.kwargs)
-    pairs = zip(made if isinstance(made, tuple | list) else (made,), places, strict=True)
-    return function if all(same_bits(a, b) for a, b in pairs) else None
-
-
-def _one_or_all(places: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    return places[0] if len(places) == 1 else tuple(places)
 
 
 @torch.inference_mode(False)
@@ -390,5 +369,6 @@ def lower(trace: Trace, logits: Tensor) -> Lowered:
         sources=made.sources,
         fixed=list(made.fixed.values()),
         natives=made.natives,
+        nbytes=made.memory.nbytes,
         keep=made.keep,
     )

@@ -28,18 +28,20 @@ from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.conditions import (
     Kept,
     TextCache,
-    is_step,
     is_step_in_pages,
     layers_of,
+    lengths_of_sources,
     new_cache,
     same_bits,
     strange_layers,
+    texts_of_step,
     token_name,
     undisturbed,
 )
 from trilobite.runtime.step.differ import differ
 from trilobite.runtime.step.index import chosen_rows
 from trilobite.runtime.step.lower import Lowered, lower
+from trilobite.runtime.step.texts import Others
 from trilobite.runtime.step.trace import Trace, record
 from trilobite.runtime.step.unsuited import NotNow, Unsuited
 from trilobite.runtime.step.watch import Watch
@@ -60,14 +62,15 @@ PagesOf = Callable[[dict[str, Any], int], tuple[Tensor, Tensor, Tensor] | None]
 
 
 class Step:
-    """What a model calls as its `forward`.
+    """What a model calls as its `forward`, with a list for steps of so many texts, and others for those of more.
 
     why: the reason why steps are not replayed, None where there is none    wait: steps until that is looked at again
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, texts: int = 1) -> None:
         """Nothing is known yet."""
-        self._model = weakref.ref(model)
+        self._model, self.texts = weakref.ref(model), texts
+        self.others: Others[Step] = Others()
         self.lock = threading.Lock()
         self.traces: list[Trace] = []
         self.ready: Lowered | None = None
@@ -107,7 +110,7 @@ class Step:
         named = {"input_ids": args[0], **kwargs} if len(args) == 1 and "input_ids" not in kwargs else kwargs
         if not self.looked and named.get(CACHE) is not None and undisturbed() and _is_one_text(named):
             self._look(named[CACHE])
-        run = self._way(named) if (self.why is None or self.wait) and len(args) < 2 else None
+        run = self._way(named) if len(args) < 2 else None
         if run is not None and self.lock.acquire(blocking=False):
             try:
                 return run(named)
@@ -131,9 +134,28 @@ class Step:
 
     def _way(self, kwargs: dict[str, Any]) -> Callable[[dict[str, Any]], Any] | None:
         """What runs a step of this kind; None where it is none."""
-        if is_step(kwargs, self.model.config):
-            return self._step if self._chooses_all(kwargs[CACHE]) else None
+        encodes = kwargs.get("encoder_outputs") is not None
+        if self.why is not None and not self.wait and not encodes:
+            return None
+        texts = texts_of_step(kwargs, self.model.config)
+        if texts:
+            step = self if texts == 1 else self.others.of(texts, functools.partial(Step, self.model))
+            if step is None or not (step.why is None or step.wait) or not step._chooses_all(kwargs[CACHE]):
+                return None
+            return functools.partial(self._run_by, step)
         return self._step_in_pages if self.pages_of is not None and is_step_in_pages(kwargs) else None
+
+    def _run_by(self, step: "Step", kwargs: dict[str, Any]) -> Any:
+        self.others.turn_to(step.texts, self)
+        return step._step(kwargs)
+
+    def rest(self) -> bool:
+        """Texts go on elsewhere: keep nothing of them. returns: whether half a list was lost."""
+        if self.ready is not None:
+            self.ready.forget()
+        half = bool(self.traces)
+        self.traces = []
+        return half
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.model).forward(self.model, *args, **kwargs)
@@ -168,7 +190,7 @@ class Step:
         waits = WAITS[self.failures : self.failures + 1] if isinstance(e, NotNow) else ()
         self.failures += 1
         self.why, self.wait = str(e), sum(waits)
-        self._say(logging.INFO if waits else logging.WARNING, str(e))
+        self._say(logging.INFO if waits or self.texts > 1 else logging.WARNING, str(e))
 
     def _step(self, kwargs: dict[str, Any]) -> Any:
         if self.wait:
@@ -191,7 +213,9 @@ class Step:
     def _arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Those of a step that is recorded: with its position, and without a mask of ones."""
         position = torch.full((1, 1), kwargs[CACHE].get_seq_length(), dtype=torch.int64)
-        names = token_name(kwargs), CACHE, "encoder_outputs"
+        names = [token_name(kwargs), CACHE, "encoder_outputs"]
+        if lengths_of_sources(kwargs):
+            names.append("attention_mask")
         given = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
         return {**given, "position_ids": position, "use_cache": True}
 
@@ -250,7 +274,7 @@ class Step:
             raise NotNow(why)
         known = "logits", CACHE, ENCODED
         extra = [k for k, v in result.items() if v is not None and k not in known]
-        if extra or result.logits.shape[:2] != (1, 1):
+        if extra or result.logits.shape[:2] != (self.texts, 1):
             raise NotNow(f"it returns {', '.join(extra) or list(result.logits.shape)}")
         self.ready = lower(second, result.logits)
         self.kind = type(result)
@@ -274,9 +298,9 @@ class Step:
         ready, cache = self.ready, kwargs[CACHE]
         assert ready is not None
         layers, at = layers_of(cache), cache.get_seq_length()
-        ready.follow(layers)
+        ready.follow(layers, lengths_of_sources(kwargs))
         try:
-            logits = self._run_list(ready, int(kwargs[token_name(kwargs)]), at)
+            logits = self._run_list(ready, kwargs[token_name(kwargs)], at)
         except Exception as e:
             if ready.states:  # some are changed already
                 raise
@@ -286,8 +310,12 @@ class Step:
         beside = {} if encoded is None else {ENCODED: encoded[0]}
         return self._output(logits=logits, **{CACHE: cache}, **beside)
 
-    def _run_list(self, ready: Lowered, token: int, position: int) -> Tensor:
-        ready.words[0].value, ready.words[1].value = token, position
+    def _run_list(self, ready: Lowered, ids: Tensor, position: int) -> Tensor:
+        if self.texts == 1:
+            ready.words[0].value = int(ids)
+        else:
+            ready.inputs[0].copy_(ids)
+        ready.words[1].value = position
         try:
             for call, args, kwargs in ready.steps:
                 call(*args, **kwargs)
@@ -309,7 +337,7 @@ class Step:
                 if found is None:
                     return self._forward(**kwargs)
                 rows.lie_in(*found)
-            logits = self._run_list(ready, int(kwargs["input_ids"]), int(kwargs["position_ids"]))
+            logits = self._run_list(ready, kwargs["input_ids"], int(kwargs["position_ids"]))
             if not self.compared_in_pages:
                 expected = self._forward(**kwargs)  # writes the same row again
                 if not same_bits(expected.logits, logits):

@@ -18,36 +18,48 @@ AHEAD = 16
 class Source:
     """Keys and values of a source text, which a layer of transformers' cache holds: a step only reads them."""
 
-    def __init__(self, heads: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads: int, width: int, dtype: torch.dtype, texts: int = 1) -> None:
         """Empty. width: of keys and of values."""
         self.heads, self.width, self.dtype = heads, width, dtype
-        self.native = ops.StepCache()
+        self.natives = [ops.StepCache() for _ in range(texts)]
         self.seen: tuple[Tensor, Tensor] | None = None
+        self.lengths: list[int] | None = None
 
-    def follow(self, layer: Any) -> None:
-        """Read what the layer holds."""
+    def follow(self, layer: Any, lengths: list[int] | None) -> None:
+        """Read what the layer holds; lengths: of the texts, where it holds more."""
         keys, values = layer.keys, layer.values
-        if self.seen is not None and keys is self.seen[0] and values is self.seen[1]:
+        if self.seen is None or keys is not self.seen[0] or values is not self.seen[1]:
+            self._read(keys, values)
+        elif lengths == self.lengths:
             return
-        shape = 1, self.heads, keys.shape[2], self.width
+        self.lengths = lengths
+        for native, length in zip(self.natives, lengths or [keys.shape[2]] * len(self.natives), strict=True):
+            native.end = length
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self.seen = None
+
+    def _read(self, keys: Tensor, values: Tensor) -> None:
+        shape = len(self.natives), self.heads, keys.shape[2], self.width
         if not keys.shape == values.shape == shape or not keys.dtype == values.dtype == self.dtype:
             raise NotNow(f"its cache holds keys of a source of shape {list(keys.shape)}")
         if keys.stride() != values.stride() or keys.stride(3) != 1:
             raise NotNow("its cache holds keys of a source that lie elsewhere than their values")
         self.seen, self.numbers = (keys, values), torch.arange(shape[2])
-        native = self.native
-        native.k, native.v, native.rows = (t.data_ptr() for t in (keys, values, self.numbers))
-        native.first, native.end, native.capacity, native.limit = 0, shape[2], shape[2], shape[2]
-        native.row_stride, native.head_stride = keys.stride(2), keys.stride(1)
-        last = sum((n - 1) * step for n, step in zip(shape, keys.stride(), strict=True))
-        native.bytes = (last + 1) * keys.element_size()
+        last = sum((n - 1) * step for n, step in zip(shape[1:], keys.stride()[1:], strict=True))
+        for native, key, value in zip(self.natives, keys, values, strict=True):
+            native.k, native.v, native.rows = (t.data_ptr() for t in (key, value, self.numbers))
+            native.first, native.capacity, native.limit = 0, shape[2], shape[2]
+            native.row_stride, native.head_stride = keys.stride(2), keys.stride(1)
+            native.bytes = (last + 1) * keys.element_size()
 
 
 class Rows:
     """What a layer of transformers' cache holds; the layer's own tensors are views of it.
 
     A tensor that somebody kept never changes: rows are written behind all that a view shows, and a layer that got other
-    tensors than the last views is copied.
+    tensors than the last views is copied. Of several texts, which are as long as each other, each has its own memory.
     """
 
     def __init__(
@@ -57,6 +69,7 @@ class Rows:
         value_width: int,
         dtype: torch.dtype,
         *,
+        texts: int = 1,
         joined: bool = False,
         chunk: int | None = None,
     ) -> None:
@@ -67,9 +80,11 @@ class Rows:
         """
         self.heads, self.width, self.value_width, self.dtype = heads, width, value_width, dtype
         self.joined, self.chunk = joined, chunk
-        self.native = ops.StepCache()
+        self.natives = [ops.StepCache() for _ in range(texts)]
+        self.native = self.natives[0]
         self.views: tuple[Tensor, Tensor] | None = None
         self.ahead: list[tuple[Tensor, Tensor]] = []
+        self.copied = False
 
     def follow(self, layer: Any) -> None:
         """Hold what the layer holds, and have room for one more row."""
@@ -81,35 +96,38 @@ class Rows:
             or native.end >= native.capacity
         ):
             self._copy(layer)
+        first = max(0, native.end + 1 - layer.sliding_window) if layer.is_sliding else 0
         if self.chunk is not None:
-            native.first = native.end - layer.get_seq_length() % self.chunk
-        else:
-            native.first = max(0, native.end + 1 - layer.sliding_window) if layer.is_sliding else 0
+            first = native.end - layer.get_seq_length() % self.chunk
+        for each in self.natives:
+            each.first = first
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _copy(self, layer: Any) -> None:
         keys, values = layer.keys, layer.values
-        shapes = (1, self.heads, self.width), (1, self.heads, self.value_width)
+        texts = len(self.natives)
+        shapes = (texts, self.heads, self.width), (texts, self.heads, self.value_width)
         found = (*keys.shape[:2], keys.shape[3]), (*values.shape[:2], values.shape[3])
         if found != shapes or not keys.dtype == values.dtype == self.dtype:
             raise NotNow(f"its cache holds keys of shape {list(keys.shape)}")
         length = keys.shape[2]
         capacity = length + max(ROOM, length // 4)
         wide = self.width + self.value_width if self.joined else self.width
-        key = torch.empty(1, self.heads, capacity, wide, dtype=self.dtype)
-        value = key if self.joined else torch.zeros_like(key)
+        key = torch.empty(texts, self.heads, capacity, wide, dtype=self.dtype)
+        filled = torch.empty_like if self.value_width == wide else torch.zeros_like
+        value = key if self.joined else filled(key)
         first = self.width if self.joined else 0
         self.keys, self.values = key[..., : self.width], value[..., first : first + self.value_width]
         self.keys[:, :, :length] = keys
         self.values[:, :, :length] = values
         self.numbers = torch.arange(capacity)
-        self.ahead = []
-        native = self.native
-        native.k, native.v, native.rows = key.data_ptr(), value.data_ptr(), self.numbers.data_ptr()
-        native.end, native.capacity, native.limit = length, capacity, capacity
-        native.row_stride, native.head_stride = wide, capacity * wide
-        native.bytes = key.nbytes
+        self.ahead, self.copied = [], True
+        for native, k, v in zip(self.natives, key, value, strict=True):
+            native.k, native.v, native.rows = k.data_ptr(), v.data_ptr(), self.numbers.data_ptr()
+            native.end, native.capacity, native.limit = length, capacity, capacity
+            native.row_stride, native.head_stride = wide, capacity * wide
+            native.bytes = k.nbytes
 
     def advance(self, layer: Any) -> None:
         """Show the layer the row that was written."""
@@ -125,7 +143,11 @@ class Rows:
     def _look_ahead(self, window: int) -> None:
         """What the layer will show from now on, the next step last. window: rows that a token sees, itself included."""
         end = self.native.end
-        for last in reversed(range(end, min(end + AHEAD, self.native.capacity + 1))):
+        steps = (
+            1 if self.copied else AHEAD
+        )  # who chooses among texts puts other tensors into the layer before the next
+        self.copied = False
+        for last in reversed(range(end, min(end + steps, self.native.capacity + 1))):
             first = max(0, last + 1 - window)
             rows = 2, first, last - first
             self.ahead.append((self.keys.narrow(*rows), self.values.narrow(*rows)))
@@ -154,4 +176,5 @@ class Rows:
 
     def forget(self) -> None:
         """Hold nothing: what was written is not known."""
-        self.views = None
+        self.views, self.ahead = None, []
+        self.keys = self.values = torch.empty(0)

@@ -39,11 +39,12 @@ class Node:
 
 @dataclass(kw_only=True, eq=False)
 class Trace:
-    """A step. inputs: the token's id and its position, int64 [1, 1]    result: what the model returned
+    """A step. inputs: tokens of all texts [texts, 1] and their position [1, 1], int64    result: what the model returned
 
     position: the second input as a number, []
     states: of layers of the cache, tensors of a fixed size that the step reads and changes
     choices: what was made of the keys of an index, by storage: kept, so that no other tensor gets that
+    masks: what was made of masks that the model was given, likewise
     called: the modules that ran
     """
 
@@ -52,6 +53,7 @@ class Trace:
     states: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     choices: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[int, Tensor] = field(default_factory=dict)
     called: list[nn.Module] = field(default_factory=list)
     result: Any = None
 
@@ -96,7 +98,7 @@ def arguments(node: Node) -> dict[str, Any]:
 def moving(trace: Trace) -> list[Node]:
     """Those that depend on the step's inputs, on states or on the cache, or have to do with memory that is written to in
     place; all others make the same in every step."""
-    made = {storage(t) for t in (*trace.inputs, *trace.states.values())}
+    made = {storage(t) for t in (*trace.inputs, *trace.states.values())} | trace.masks.keys()
     made |= {storage(t) for node in trace.nodes for t in changed(node)}
     found = []
     for node in trace.nodes:
@@ -241,6 +243,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return recorded
 
+    def masked(self, made: Tensor | None) -> None:
+        """What was made of a mask that the model was given."""
+        if made is not None:
+            self.trace.masks[storage(made)] = made
+
     def bias(self, module: nn.Module, real: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """What makes numbers that are added to scores by distance."""
 
@@ -295,7 +302,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.silence():
             skipped = 0 if chunk is None else max(0, length - 1 - self.at % chunk)
             seen = mask if mask is not None else torch.ones(length, dtype=torch.bool)
-            if bool(seen[..., :skipped].any()) or not bool(seen[..., skipped:length].all()):
+            if source:  # a text is seen up to its end
+                skips = not bool(seen[..., 0].all() and (seen[..., 1:] <= seen[..., :-1]).all())
+            else:
+                skips = bool(seen[..., :skipped].any()) or not bool(seen[..., skipped:length].all())
+            if skips:
                 raise Unsuited("its attention skips rows of the cache")
         noted = {"scale": kwargs.get("scaling"), "window": kwargs.get("sliding_window"), "chunk": chunk}
         noted["sinks"] = kwargs.get("s_aux")

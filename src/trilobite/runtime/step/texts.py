@@ -1,0 +1,62 @@
+"""Steps of several texts: a list for each number of them that is met often, since sentences leave a batch one by one."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from trilobite.runtime.step.lower import Lowered
+
+WORTH = 16
+"""Steps of so many texts before a list for them is made."""
+MOST_TEXTS = 32
+"""Of which there are lists: with more, a step is products."""
+MOST_BYTES = 1 << 28
+"""Of all lists: the eldest go first."""
+
+
+class Listed(Protocol):
+    """What has a list, or makes one."""
+
+    ready: Lowered | None
+
+    def rest(self) -> bool:
+        """Texts go on elsewhere: keep nothing of them. returns: whether half a list was lost."""
+
+
+L = TypeVar("L", bound=Listed)
+
+
+class Others(Generic[L]):
+    """Those for more than one text. running: the number of texts of the newest step."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self.steps: OrderedDict[int, L] = OrderedDict()
+        self.met: Counter[int] = Counter()
+        self.running = 1
+
+    def of(self, texts: int, make: Callable[[int], L]) -> L | None:
+        """The one for so many texts, once there were enough of them."""
+        self.met[texts] += texts <= MOST_TEXTS
+        if self.met[texts] <= WORTH:
+            return None
+        if texts not in self.steps:
+            self.steps[texts] = make(texts)
+        return self.steps[texts]
+
+    def turn_to(self, texts: int, one: L) -> None:
+        """The next step is of so many texts. one: the one for one text."""
+        if texts == self.running:
+            return
+        before = one if self.running == 1 else self.steps.get(self.running)
+        if before is not None and before.rest():
+            self.met[self.running] = 0
+        self.running = texts
+        if texts in self.steps:
+            self.steps.move_to_end(texts)
+        sizes = {n: step.ready.nbytes for n, step in self.steps.items() if step.ready is not None}
+        used = sum(sizes.values())
+        for n, size in sizes.items():
+            if used > MOST_BYTES and n != texts:
+                del self.steps[n]
+                used -= size
