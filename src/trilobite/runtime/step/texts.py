@@ -8,8 +8,8 @@ from trilobite.runtime.step.lower import Lowered
 
 WORTH = 16
 """Steps of so many texts before a list for them is made."""
-MOST_TEXTS = 32
-"""Of which there are lists: with more, a step is products."""
+MOST_TEXTS = 64
+"""Of which there are lists: with more, a step is products, and numbers of texts come again too rarely."""
 MOST_BYTES = 1 << 28
 """Of all lists: the eldest go first."""
 
