@@ -108,6 +108,21 @@ def test_a_source_with_padding(kind: str, packed: Packed) -> None:
     assert same(made(model), made(plain(model)))
 
 
+@pytest.mark.parametrize("kind", ["switch_transformers", "t5"])
+def test_caches_that_get_layers_as_they_are_needed(kind: str, packed: Packed) -> None:
+    """As `trilobite translate` makes them, and others, with layers for the encoder's, for the same list."""
+    model = load(str(packed(kind)))
+
+    def made(model: PreTrainedModel) -> list[Tensor]:
+        givens = [encoded(model, tokens(length)[None]) for length in (9, 5)]
+        givens[0][CACHE] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        return [x for part in range(2) for given in givens for x in read(model, given, tokens(8, part))]
+
+    ours = made(model)
+    assert (step_of(model).why, step_of(model).compared) == (None, COMPARED)
+    assert same(ours, made(plain(model)))
+
+
 def test_tables_that_grow(packed: Packed) -> None:
     """Positions beyond those that there are, of which the model makes more every few steps."""
     model = load(str(packed("m2m100")))

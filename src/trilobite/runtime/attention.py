@@ -23,8 +23,8 @@ from trilobite.runtime.latent import Latents, attend_to_latents, latents_of
 ATTENTION = "trilobite"
 """Its name in transformers' registry."""
 BESIDE_OWN = "trilobite_beside_own"
-"""That of the same for models that have an attention of their own and no other: heads that may attend to nothing, which
-torch's product does not know, or nobody has told transformers that they could."""
+"""That of the same for models that have their own attention and no other: heads may attend to nothing, which torch's
+product does not know, or nobody has written that they would do with it."""
 
 
 class Observer(Protocol):
@@ -88,7 +88,7 @@ def attention_beside_own(
     attention_mask: [B, 1, T, S], 0 where a token may look, and the least number elsewhere
     """
     attention_mask = _with_choice(module, key, attention_mask, kwargs)
-    mask = None if attention_mask is None else attention_mask == 0
+    mask = attention_mask == 0 if attention_mask is not None and query.shape[2] == 1 else None
     made, key, value = _step(module, query, key, value, mask, kwargs)
     if made is not None:
         return made, None

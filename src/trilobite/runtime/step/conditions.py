@@ -31,14 +31,13 @@ KNOWN = (
 
 
 def layers_of(cache: TextCache) -> list[Any]:
-    """All layers: those that take a step's keys and values, then those that hold a source's."""
-    if isinstance(cache, DynamicCache):
-        return list(cache.layers)
-    return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    """Layers that take a step's keys and values."""
+    own = cache if isinstance(cache, DynamicCache) else cache.self_attention_cache
+    return own.layers  # type: ignore[no-any-return]
 
 
 def sources_of(cache: TextCache) -> list[Any]:
-    """Those that hold a source's."""
+    """Layers that hold keys and values of a source."""
     return [] if isinstance(cache, DynamicCache) else cache.cross_attention_cache.layers
 
 
@@ -48,6 +47,20 @@ def new_cache(config: PreTrainedConfig) -> TextCache:
         return DynamicCache(config=config)
     decoder = config.get_text_config(decoder=True)
     return EncoderDecoderCache(DynamicCache(config=decoder), DynamicCache(config=decoder))
+
+
+def is_as_made(cache: TextCache, config: PreTrainedConfig) -> bool:
+    """Whether a cache has layers of the kinds that it has for a model's configuration.
+
+    Those of models with an encoder may get layers as these are needed: a configuration counts the encoder's.
+    """
+    expected, found = (
+        [(type(x), getattr(x, "sliding_window", None)) for x in layers_of(each)]
+        for each in (new_cache(config), cache)
+    )
+    if config.is_encoder_decoder:
+        expected = [*expected, *[(theirs.DynamicLayer, None)] * len(found)][: len(found)]
+    return expected == found
 
 
 def _holds_rows(layer: Any) -> bool:
@@ -188,7 +201,7 @@ class Kept:
         """Tensors of rows, which are never changed in place, and copies of states, which are."""
         indices = (field for _, field in INDICES.values())
         rows = ("keys", "values", "cumulative_length", *indices, "is_indexer_initialized")
-        layers = layers_of(cache)
+        layers = [*layers_of(cache), *sources_of(cache)]
         self.layers = [(x, {name: getattr(x, name) for name in rows if hasattr(x, name)}) for x in layers]
         self.states = [{key: (t, t.clone()) for key, t in states_of(x).items()} for x in layers]
 
@@ -201,7 +214,7 @@ class Kept:
 
     def same_as(self, cache: TextCache) -> bool:
         """Whether a cache holds the same bits now."""
-        layers = zip(self.layers, self.states, layers_of(cache), strict=True)
+        layers = zip(self.layers, self.states, [*layers_of(cache), *sources_of(cache)], strict=True)
         for (_, held), states, layer in layers:
             now = states_of(layer)
             pairs = [(t, getattr(layer, name)) for name, t in held.items() if isinstance(t, Tensor)]

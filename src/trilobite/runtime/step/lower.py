@@ -84,13 +84,13 @@ class Lowered:
     nbytes: int
     keep: list[Any] = field(default_factory=list)
 
-    def follow(self, layers: Sequence[Any], lengths: list[int] | None = None) -> None:
+    def follow(self, layers: Sequence[Any], sources: Sequence[Any], lengths: list[int] | None) -> None:
         """Hold what a cache's layers hold, and have room for one more row. Raises NotNow for caches of other models.
 
-        lengths: of the sources, where they are not all as long as each other
+        sources: layers that hold keys and values of sources    lengths: of these, where some are shorter than others
         """
         for i, source in self.sources.items():
-            source.follow(layers[i], lengths)
+            source.follow(sources[i], lengths)
         groups: tuple[Mapping[int, Rows | States | Index], ...] = (self.rows, self.states, self.indices)
         for held in groups:
             for i, each in held.items():
@@ -134,7 +134,7 @@ class Lowering:
             raise Unsuited("states of its cache share memory")
         if {storage(t) for t in (logits, *trace.states.values())} & trace.choices.keys():
             raise Unsuited("what its index of keys finds goes elsewhere than to the engine's attention")
-        attending = [n for n in trace.nodes if n.kind == "attend"]
+        attending = [n for n in trace.nodes if n.kind == "attend" and n.kwargs["source"] is None]
         self.widths = {n.what: n.args[0].shape[3] for n in attending}
         self.chunks = {n.what: n.kwargs["chunk"] for n in attending}
         self._fold()

@@ -28,11 +28,13 @@ from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.conditions import (
     Kept,
     TextCache,
+    is_as_made,
     is_step_in_pages,
     layers_of,
     lengths_of_sources,
     new_cache,
     same_bits,
+    sources_of,
     strange_layers,
     texts_of_step,
     token_name,
@@ -138,15 +140,25 @@ class Step:
         if self.why is not None and not self.wait and not encodes:
             return None
         texts = texts_of_step(kwargs, self.model.config)
-        if texts:
-            step = self if texts == 1 else self.others.of(texts, functools.partial(Step, self.model))
-            if step is None or not (step.why is None or step.wait) or not step._chooses_all(kwargs[CACHE]):
-                return None
-            return functools.partial(self._run_by, step)
+        if texts > 1:
+            return functools.partial(self._step_of, texts)
+        if texts == 1:
+            return self._step_alone if self._may_go() and self._chooses_all(kwargs[CACHE]) else None
         return self._step_in_pages if self.pages_of is not None and is_step_in_pages(kwargs) else None
 
-    def _run_by(self, step: "Step", kwargs: dict[str, Any]) -> Any:
-        self.others.turn_to(step.texts, self)
+    def _may_go(self) -> bool:
+        return self.why is None or self.wait > 0
+
+    def _step_alone(self, kwargs: dict[str, Any]) -> Any:
+        self.others.turn_to(1, self)
+        return self._step(kwargs)
+
+    def _step_of(self, texts: int, kwargs: dict[str, Any]) -> Any:
+        """A step of several texts: by their list, once there were enough of them."""
+        step = self.others.of(texts, functools.partial(Step, self.model))
+        if step is None or not step._may_go():
+            return self._forward(**kwargs)
+        self.others.turn_to(texts, self)
         return step._step(kwargs)
 
     def rest(self) -> bool:
@@ -259,10 +271,7 @@ class Step:
             raise NotNow("modules of it got another forward")
         if self.model.training:
             raise NotNow("it is in training mode")
-        both = layers_of(new_cache(self.model.config)), layers_of(cache)
-        windows = [[getattr(x, "sliding_window", None) for x in layers] for layers in both]
-        types = [[type(x) for x in layers] for layers in both]
-        if windows[0] != windows[1] or types[0] != types[1]:
+        if not is_as_made(cache, self.model.config):
             raise NotNow("its cache is of another kind than its configuration's")
 
     def _prepare(self, first: Trace, second: Trace) -> None:
@@ -298,7 +307,7 @@ class Step:
         ready, cache = self.ready, kwargs[CACHE]
         assert ready is not None
         layers, at = layers_of(cache), cache.get_seq_length()
-        ready.follow(layers, lengths_of_sources(kwargs))
+        ready.follow(layers, sources_of(cache), lengths_of_sources(kwargs))
         try:
             logits = self._run_list(ready, kwargs[token_name(kwargs)], at)
         except Exception as e:

@@ -163,8 +163,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of layers whose tokens look at those of their chunk alone, how many it has."""
         self.biases: dict[int, tuple[Tensor, Any, Callable[..., Tensor]]] = {}
         """By storage: what modules add to scores by distance, whose it is, and what makes it."""
-        self.sources: dict[int, Any] = {}
-        """Layers of the cache that hold keys and values of a source."""
+        self.sources: dict[int, int] = {}
+        """Likewise of keys and of values of a source."""
 
     def chooses(self, args: Any) -> bool:
         """Whether something only says what an index of keys chooses: `attend` looks that this was everything."""
@@ -193,9 +193,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The arguments; of `torch.arange(n) + past`, as models count tokens, the position in the place of its value."""
         if func != torch.ops.aten.add.Tensor or type(args[1]) is not int or args[1] != self.at:
             return args
-        counts = args[0].dtype in (torch.int32, torch.int64) and storage(args[0]) != storage(
-            self.trace.position
-        )
+        whole = args[0].dtype in (torch.int32, torch.int64)
+        counts = whole and storage(args[0]) != storage(self.trace.position)
         return (args[0], self.trace.position) if counts else args
 
     def note(self, kind: str, what: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...]) -> None:
@@ -294,10 +293,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any, made: Tensor
     ) -> None:
         """A call of the engine's attention, which made what it returns."""
-        layer = self.rows.get(id(key))
-        if layer is None or layer != self.rows.get(id(value)):
+        source = id(key) in self.sources
+        known = self.sources if source else self.rows
+        layer = known.get(id(key))
+        if layer is None or layer != known.get(id(value)):
             raise Unsuited("it attends to more, or less, than what the cache holds")
-        source = layer in self.sources
         chunk, length = None if source else self.chunks.get(layer), key.shape[2]
         with self.silence():
             skipped = 0 if chunk is None else max(0, length - 1 - self.at % chunk)
@@ -351,13 +351,12 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
         for module in model.modules():
             if callable(made := getattr(module, "compute_bias", None)):
                 stack.enter_context(_replaced(module, "compute_bias", recorder.bias(module, made)))
-        layers, sources = layers_of(cache), sources_of(cache)
+        sources = sources_of(cache)
         own = cache.self_attention_cache if sources else cache
         stack.enter_context(_replaced(own, "update", recorder.update(own.update)))
-        for at, layer in enumerate(layers):
-            if any(layer is x for x in sources) and layer.is_initialized:
-                recorder.sources[at] = layer
-                recorder.rows[id(layer.keys)] = recorder.rows[id(layer.values)] = at
+        for at, source in enumerate(sources):
+            recorder.sources |= {id(t): at for t in (source.keys, source.values) if t is not None}
+        for at, layer in enumerate(layers_of(cache)):
             if index := index_of(layer):
                 name, field = index
                 taken = recorder.index(at, field, getattr(layer, name))
