@@ -1,5 +1,6 @@
 """The rows of a batch while it is decoded, and how finished sentences leave it (batch pruning, elephants §3.5)."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -37,6 +38,8 @@ class Rows:
     ) -> None:
         """source: [B, S] int64    inputs: encoder_outputs, attention_mask and the cache, as `generate` made them."""
         self.model, self.source, self.beams, self.pruning = model, source, beams, pruning
+        # Masks are hooks, with which no step runs from a list: there is nothing to find out anew.
+        self.forward = functools.partial(type(model).forward, model) if pruning == "mask" else model
         self.encoder, self.mask = inputs["encoder_outputs"], inputs.get("attention_mask")
         self.cache: EncoderDecoderCache = inputs[CACHE]
         rows, device = self.encoder.last_hidden_state.shape[0], self.encoder.last_hidden_state.device
@@ -52,7 +55,7 @@ class Rows:
     def step(self, tokens: Tensor) -> Tensor:
         """Read the next tokens [R, t] int64 -> logits [R, V] float32 of what follows. Raises EvaluationError."""
         self.row_steps += len(tokens)
-        made = self.model(
+        made = self.forward(
             decoder_input_ids=tokens,
             encoder_outputs=self.encoder,
             attention_mask=self.mask,
