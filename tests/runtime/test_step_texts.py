@@ -15,7 +15,7 @@ from trilobite.kernels.ops import attends
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
 from trilobite.runtime.step import texts as lists
-from trilobite.runtime.step.replay import COMPARED, RECORDED
+from trilobite.runtime.step.replay import COMPARED, RECORDED, WAITS
 from trilobite.runtime.step.rows import Source
 from trilobite.runtime.translate.decoding import Decoding
 from trilobite.runtime.translate.rows import Pruning
@@ -156,6 +156,27 @@ def test_half_a_list_is_none(packed: Packed) -> None:
     read(model, second, some(3, 2 + WORTH))
     assert others.steps[2].traces == []
     assert others.met[2] == 0
+
+
+def test_a_number_that_is_the_position_by_chance(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written down once, at the position that is NLLB's number for padding, which it adds to others: and later again."""
+    monkeypatch.setattr(lists, "WORTH", 0)
+    model = load(str(packed("nllb-moe")))
+    assert model.config.pad_token_id == 1
+    step = step_of(model)
+
+    def made(model: PreTrainedModel) -> list[Tensor]:
+        found = read(model, encoded(model, *padded(1, 8)), some(1, 16))
+        if model.forward is step:
+            assert step.right
+        found += read(model, given := encoded(model, *padded(3, 8)), some(3, 3))
+        if model.forward is step:
+            assert step.others.steps[3].why == "its logits are other ones"
+        return found + read(model, given, some(3, WAITS[0] + READY, 1))
+
+    ours = made(model)
+    assert step.others.steps[3].right
+    assert same(ours, made(plain(model)))
 
 
 def test_more_texts_than_lists_are_for(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:

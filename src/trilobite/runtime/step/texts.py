@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 from trilobite.runtime.step.lower import Lowered
 
-WORTH = 16
+WORTH = 8
 """Steps of so many texts before a list for them is made."""
 MOST_TEXTS = 64
 """Of which there are lists: with more, a step is products, and numbers of texts come again too rarely."""
@@ -18,6 +18,10 @@ class Listed(Protocol):
     """What has a list, or makes one."""
 
     ready: Lowered | None
+
+    @property
+    def right(self) -> bool:
+        """Whether it has a list that made the bits of the model's own."""
 
     def rest(self) -> bool:
         """Texts go on elsewhere: keep nothing of them. returns: whether half a list was lost."""
@@ -43,6 +47,10 @@ class Others(Generic[L]):
         if texts not in self.steps:
             self.steps[texts] = make(texts)
         return self.steps[texts]
+
+    def know_one(self, one: L, but: L) -> bool:
+        """Whether a list is right already, of another number of texts than `but`'s. one: the one for one text."""
+        return any(step.right for step in (one, *self.steps.values()) if step is not but)
 
     def turn_to(self, texts: int, one: L) -> None:
         """The next step is of so many texts. one: the one for one text."""
