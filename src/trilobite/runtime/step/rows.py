@@ -143,10 +143,8 @@ class Rows:
     def _look_ahead(self, window: int) -> None:
         """What the layer will show from now on, the next step last. window: rows that a token sees, itself included."""
         end = self.native.end
-        steps = (
-            1 if self.copied else AHEAD
-        )  # who chooses among texts puts other tensors into the layer before the next
-        self.copied = False
+        # Who chooses among texts, as beams do, puts other tensors into the layer before the next step.
+        steps, self.copied = 1 if self.copied else AHEAD, False
         for last in reversed(range(end, min(end + steps, self.native.capacity + 1))):
             first = max(0, last + 1 - window)
             rows = 2, first, last - first
