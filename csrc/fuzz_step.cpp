@@ -210,7 +210,7 @@ struct List {
     switch (pick(0, 7)) {
       case 0: {
         const int64_t kind = hostile();  // of another kind, what `call` points to would be another promise
-        if (n.call == nullptr || kind < TRILOBITE_LINEAR || kind > TRILOBITE_ATTEND) n.kind = kind;
+        if (n.call == nullptr || kind < TRILOBITE_LINEAR || kind > TRILOBITE_SCAN) n.kind = kind;
         break;
       }
       case 1: n.lanes = hostile(); break;

@@ -4,12 +4,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers import cache_utils as theirs
 
+from trilobite.runtime.attention import ATTENTION, BESIDE_OWN
 from trilobite.runtime.cache_name import CACHE
+from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.index import INDICES, index_of
 from trilobite.runtime.step.states import states_of
+from trilobite.runtime.step.unsuited import Unsuited
 
 ROWS = (theirs.DynamicLayer, theirs.DynamicSlidingWindowLayer)
 BOTH = (
@@ -189,9 +192,19 @@ def _begun(layer: Any) -> bool:
     return states and (kind is theirs.LinearAttentionLayer or bool(layer.is_initialized))
 
 
-def strange_layers(config: PreTrainedConfig) -> list[str]:
-    """Kinds of layers in a model's cache that steps do not know."""
-    return sorted({type(x).__name__ for x in layers_of(new_cache(config)) if not _is_known(x)})
+def check_model(model: PreTrainedModel) -> None:
+    """Raises Unsuited for what a model is."""
+    strange = sorted({type(x).__name__ for x in layers_of(new_cache(model.config)) if not _is_known(x)})
+    if strange:
+        raise Unsuited(f"its cache has layers that are {', '.join(strange)}")
+    implementation = model.config.get_text_config()._attn_implementation
+    if implementation not in (ATTENTION, BESIDE_OWN):
+        raise Unsuited(f"its attention is {implementation!r}, not the engine's")
+    residences = (m.residence for m in model.modules() if isinstance(m, PackedModule))
+    if not all(
+        r is None or isinstance(r, AsStored) for r in residences
+    ):  # a copy has none before its first call
+        raise Unsuited("its experts stream, or lie elsewhere")
 
 
 class Kept:

@@ -22,12 +22,12 @@ from transformers.utils import ModelOutput
 
 from trilobite.errors import one_line
 from trilobite.kernels import ops
-from trilobite.runtime.attention import ATTENTION, BESIDE_OWN
 from trilobite.runtime.cache_name import CACHE, OLD
-from trilobite.runtime.modules.residence import AsStored, PackedModule
+from trilobite.runtime.modules.residence import PackedModule
 from trilobite.runtime.step.conditions import (
     Kept,
     TextCache,
+    check_model,
     is_as_made,
     is_step_in_pages,
     layers_of,
@@ -35,7 +35,6 @@ from trilobite.runtime.step.conditions import (
     new_cache,
     same_bits,
     sources_of,
-    strange_layers,
     texts_of_step,
     token_name,
     undisturbed,
@@ -193,7 +192,7 @@ class Step:
         """Before the first token of a text, say what there is to say of the model, or of a cache of another kind."""
         self.looked = True
         try:
-            self._check_model()
+            check_model(self.model)
             if type(cache) is not type(new_cache(self.model.config)):
                 self._say(logging.WARNING, f"its cache is a {type(cache).__name__}")
         except Unsuited as e:
@@ -208,7 +207,10 @@ class Step:
         waits = WAITS[self.failures : self.failures + 1] if isinstance(e, NotNow) else ()
         self.failures += 1
         self.why, self.wait = str(e), sum(waits)
-        self._say(logging.INFO if waits or self.texts > 1 else logging.WARNING, str(e))
+        # Nobody expects it of an original, whose experts torch computes.
+        packed = any(isinstance(m, PackedModule) for m in self.model.modules())
+        quietly = waits or self.texts > 1 or not packed
+        self._say(logging.INFO if quietly else logging.WARNING, str(e))
 
     def _step(self, kwargs: dict[str, Any]) -> Any:
         if self.wait:
@@ -238,7 +240,7 @@ class Step:
         return {**given, "position_ids": position, "use_cache": True}
 
     def _record(self, kwargs: dict[str, Any]) -> Any:
-        self._check_model()
+        check_model(self.model)
         self._check_state(kwargs[CACHE])
         kept = Kept(kwargs[CACHE])
         try:
@@ -252,22 +254,6 @@ class Step:
             self._forget()
             raise _unsuited(e) from e
         return trace.result
-
-    def _check_model(self) -> None:
-        """Raises Unsuited for what a model is."""
-        config = self.model.config
-        strange = strange_layers(config)
-        if strange:
-            raise Unsuited(f"its cache has layers that are {', '.join(strange)}")
-        if config.get_text_config()._attn_implementation not in (ATTENTION, BESIDE_OWN):
-            raise Unsuited(
-                f"its attention is {config.get_text_config()._attn_implementation!r}, not the engine's"
-            )
-        packed = (m.residence for m in self.model.modules() if isinstance(m, PackedModule))
-        if not all(
-            r is None or isinstance(r, AsStored) for r in packed
-        ):  # a copy has none before its first call
-            raise Unsuited("its experts stream, or lie elsewhere")
 
     def _check_state(self, cache: TextCache) -> None:
         """Raises NotNow for what a model is at this moment, and for caches that are not its own."""
