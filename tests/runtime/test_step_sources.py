@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,7 @@ Packed = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    made: dict[str, Path] = {}
-
-    def of(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = pack(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return of
+    return cache(lambda kind: pack(kind, tmp_path_factory.mktemp(kind)))
 
 
 def translations(model: PreTrainedModel) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Steps of several texts, from lists by their number: the bits of the model's own, while texts leave and move."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,7 @@ Packed = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    made: dict[str, Path] = {}
-
-    def of(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = pack(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return of
+    return cache(lambda kind: pack(kind, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.fixture(autouse=True)

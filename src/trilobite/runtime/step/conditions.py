@@ -125,8 +125,7 @@ def _read_sources(cache: EncoderDecoderCache, kwargs: dict[str, Any]) -> bool:
         or (
             type(mask) is Tensor
             and mask.shape == (texts, source)
-            and bool(mask[:, 0].all())
-            and bool((mask[:, 1:] <= mask[:, :-1]).all())
+            and (bool(mask.all()) or bool((mask[:, 0] > 0).all() and (mask[:, 1:] <= mask[:, :-1]).all()))
         )
     )
 
