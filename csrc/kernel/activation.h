@@ -1,7 +1,9 @@
-// Activations of the gate, in fp32. Loops over plain arithmetic, which vectorize.
+// Activations of the gate, in fp32. Loops over plain arithmetic, which vectorize; but only where all that they call is
+// inlined, and GCC 12 does not do that by itself in the largest tier.
+#define ALWAYS_INLINE __attribute__((always_inline)) static inline
 
 // e^x within 2 ulp: x = n ln 2 + r, a degree-6 polynomial on |r| <= ln(2)/2, then n goes into the exponent.
-static inline float fast_exp(float x) {
+ALWAYS_INLINE float fast_exp(float x) {
   const float bounded = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
   const float n = __builtin_rintf(bounded * 1.44269504f);
   const float r = (bounded - n * 0.693145752f) - n * 1.42860677e-6f;
@@ -18,13 +20,13 @@ static inline float fast_exp(float x) {
   return x != x ? x : p;
 }
 
-static inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
-static inline float tanh_exp(float x) { return 1.0f - 2.0f / (1.0f + fast_exp(2.0f * x)); }
+ALWAYS_INLINE float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
+ALWAYS_INLINE float tanh_exp(float x) { return 1.0f - 2.0f / (1.0f + fast_exp(2.0f * x)); }
 // These keep NaN, as torch does.
 static inline float at_most(float x, float top) { return x > top ? top : x; }
 static inline float at_least(float x, float low) { return x < low ? low : x; }
 
-static inline float act(int kind, float x) {
+ALWAYS_INLINE float act(int kind, float x) {
   switch (kind) {
     case TRILOBITE_SILU: return x * sigmoid(x);
     case TRILOBITE_GELU_TANH: return 0.5f * x * (1.0f + tanh_exp(0.797884561f * (x + 0.044715f * x * x * x)));
@@ -48,7 +50,7 @@ template <int KIND> static void apply(float *gate, const float *up, int64_t coun
 static inline float between(float x, float limit) { return at_least(at_most(x, limit), -limit); }
 
 // The forms of kernels/activation.py that are not act(gate) * up.
-static inline float gated(int kind, float gate, float up, float a, float b) {
+ALWAYS_INLINE float gated(int kind, float gate, float up, float a, float b) {
   switch (kind) {
     case TRILOBITE_GPT_OSS: gate = at_most(gate, b); return (between(up, b) + 1.0f) * (gate * sigmoid(a * gate));
     case TRILOBITE_CLAMPED_SILU: gate = at_most(gate, a); return gate * sigmoid(gate) * between(up, a);
