@@ -1,6 +1,5 @@
 // Activations of the gate, in fp32. Loops over plain arithmetic, which vectorize; but only where all that they call is
 // inlined, and GCC 12 does not do that by itself in the largest tier.
-#define ALWAYS_INLINE __attribute__((always_inline)) static inline
 
 // e^x within 2 ulp: x = n ln 2 + r, a degree-6 polynomial on |r| <= ln(2)/2, then n goes into the exponent.
 ALWAYS_INLINE float fast_exp(float x) {

@@ -1,5 +1,8 @@
 // Scalar conversions between the element types, shared by all tiers; the loops over them vectorize.
 
+// For what GCC 12 does not inline by itself, and has to be.
+#define ALWAYS_INLINE __attribute__((always_inline)) static inline
+
 static inline float bits_to_float(uint32_t u) {
   float f;
   memcpy(&f, &u, 4);

@@ -5,8 +5,7 @@
 // Of pair j of the groups of a segment, which begins at column `at` of the tile: their offsets, less COUNT_BIAS, as 16-bit
 // numbers.
 template <typename V = Isa>
-__attribute__((always_inline)) static inline Isa::Bytes offset_pair(const Isa::Bytes &offsets, int group, int at,
-                                                                    int j) {
+ALWAYS_INLINE Isa::Bytes offset_pair(const Isa::Bytes &offsets, int group, int at, int j) {
   Isa::Bytes pair = V::two_of(offsets, at / group / 2 + j);
   if constexpr (V::COUNT_BIAS != 0) pair = V::add_shorts(pair, Isa::factor(-V::COUNT_BIAS));
   return pair;
@@ -14,8 +13,8 @@ __attribute__((always_inline)) static inline Isa::Bytes offset_pair(const Isa::B
 
 // Sums of the segment += the offsets of pair j times the sums of their digits (`Digits::sums`), those from FIRST on.
 template <int D, typename V = Isa, int FIRST = 0>
-__attribute__((always_inline)) static inline void add_pair(Isa::Ints a[D], const Isa::Bytes &pair, const int16_t *sums,
-                                                           int seg, int group, int at, int j) {
+ALWAYS_INLINE void add_pair(Isa::Ints a[D], const Isa::Bytes &pair, const int16_t *sums, int seg, int group, int at,
+                            int j) {
   UNROLL for (int d = FIRST; d < D; d++) {
     const int16_t *of = sums + d * SUMS + (group == HALF ? 2 * j : 4);
     int32_t both;
@@ -30,8 +29,8 @@ static inline int pairs(int seg, int group) { return seg / group > 2 ? 2 : 1; }
 
 // All pairs of a segment. V: not every Isa has them.
 template <int D, typename V = Isa, int FIRST = 0>
-__attribute__((always_inline)) static inline void add_offsets(Isa::Ints a[D], const Isa::Bytes &offsets,
-                                                              const int16_t *sums, int seg, int group, int at) {
+ALWAYS_INLINE void add_offsets(Isa::Ints a[D], const Isa::Bytes &offsets, const int16_t *sums, int seg, int group,
+                               int at) {
   for (int j = 0; j < pairs(seg, group); j++)
     add_pair<D, V, FIRST>(a, offset_pair<V>(offsets, group, at, j), sums, seg, group, at, j);
 }

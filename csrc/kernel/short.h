@@ -20,9 +20,8 @@ template <int KIND, int SUB> constexpr int run_steps() {
 // Steps AT and on of a part of a block, digits FIRST and on: sums of a run in `run`, then added to `a`, times the scale of a
 // group if it has one.
 template <int KIND, int D, int FIRST, int NT, int SUB, int AT, typename V = Isa>
-__attribute__((always_inline)) static inline void short_part(Isa::Ints a[NT][D], typename V::Run run[NT][D],
-                                                             const uint8_t *codes, const int8_t *q, int seg,
-                                                             const Isa::Bytes &scale, int group) {
+ALWAYS_INLINE void short_part(Isa::Ints a[NT][D], typename V::Run run[NT][D], const uint8_t *codes, const int8_t *q,
+                              int seg, const Isa::Bytes &scale, int group) {
   constexpr int RUN = run_steps<KIND, SUB>();
   const Isa::Bytes c = decode_step<stored_bits<KIND>(), AT>(codes);
   UNROLL for (int t = 0; t < NT; t++) {
@@ -45,9 +44,8 @@ __attribute__((always_inline)) static inline void short_part(Isa::Ints a[NT][D],
 // Blocks, the first one from step AT on. low: a bit for each part, the lowest for the first, that has a lowest of three
 // digits.
 template <int KIND, int D, int NT, int SUB, int AT, int BLOCKS, typename V = Isa>
-__attribute__((always_inline)) static inline void short_blocks(Isa::Ints a[NT][D], typename V::Run run[NT][D],
-                                                               const uint8_t *codes, const int8_t *q, int seg,
-                                                               const Isa::Bytes &scale, int group, int low) {
+ALWAYS_INLINE void short_blocks(Isa::Ints a[NT][D], typename V::Run run[NT][D], const uint8_t *codes, const int8_t *q,
+                                int seg, const Isa::Bytes &scale, int group, int low) {
   if (D == 1 || low & 1) short_part<KIND, D, 0, NT, SUB, AT>(a, run, codes, q, seg, scale, group);
   else short_part<KIND, D, D == 1 ? 0 : 1, NT, SUB, AT>(a, run, codes, q, seg, scale, group);
   if constexpr (AT == 0) short_blocks<KIND, D, NT, SUB, PART, BLOCKS>(a, run, codes, q, seg, scale, group, low >> 1);
