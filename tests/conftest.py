@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 
@@ -17,6 +18,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A script's background job ignores Ctrl-C, and so would all programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage, here or in a fork, looks at it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
