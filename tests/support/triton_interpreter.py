@@ -9,6 +9,7 @@ a function by another, now once a launch; and it looked whether whole numbers ov
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,26 +43,30 @@ def _widen(handle):  # type: ignore[no-untyped-def]
     return interpreter.TensorHandle(wide, tl.float32)
 
 
+@cache
+def _language(fn: Callable[..., Any]) -> frozenset[str]:
+    """Names of the language's modules that a function sees."""
+    return frozenset(
+        m.__name__ for m in fn.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)
+    )
+
+
 class _Replaced:
     """`_patch_lang`, for the modules of the language that a launch has not met yet."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = original
-        self._modules: dict[Callable[..., Any], set[int]] = {}
-        self._met: set[int] | None = None  # outside of a launch
+        self._met: frozenset[str] | None = None  # outside of a launch
 
     def __call__(self, fn: Callable[..., Any]) -> Any:
-        modules = self._modules.get(fn)
-        if modules is None:
-            seen = fn.__globals__.values()
-            modules = self._modules[fn] = {id(m) for m in seen if inspect.ismodule(m) and m in (tl, tl.core)}
-        if self._met is not None and modules <= self._met:
-            return None  # a function that a kernel calls: nobody asks to restore anything
+        language = _language(fn)
+        if self._met is not None:  # a function that a kernel calls: nobody restores anything
+            if not language <= self._met:
+                self._original(fn)
+                self._met |= language
+            return None
         scope = self._original(fn)
-        if self._met is not None:
-            self._met |= modules
-            return scope
-        self._met, restore = set(modules), scope.restore
+        self._met, restore = language, scope.restore
 
         def end() -> None:
             restore()
