@@ -1,12 +1,13 @@
 """How fast is compression on this machine, how long would large models take, how much memory does it hold?
 
     python -m benchmarks.speed.compress [--quick] [--rss]
+    python -m benchmarks.speed.compress --rss-only --recipe milo-s1 --layers 8
 
 Prints the limit first: the memory bandwidth of this run. Then megaweights per second of each method on real
 shapes, run as the compress loop does: one torch thread for each matrix, as many matrices at a time as cores.
 Weights are bf16 from Student's t distribution with 5 degrees of freedom, heavy-tailed as real ones are.
-`--rss` packs a synthetic checkpoint of more than 3 billion parameters and compares peak memory with the
-promise: the largest two tensors in fp32 plus 1 GB. The last line is JSON.
+`--rss` packs a synthetic checkpoint of Mixtral's shapes, 1.45 billion parameters a layer, from disk to disk, and
+compares peak memory with the promise: the largest two tensors in fp32 plus 1 GB. The last line is JSON.
 """
 
 import argparse
@@ -239,19 +240,19 @@ import sys, time
 from pathlib import Path
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
-compress(sys.argv[1], Path(sys.argv[2]), load_recipe("rtn3"))
+compress(sys.argv[1], Path(sys.argv[2]), load_recipe(sys.argv[3]))
 status = Path("/proc/self/status").read_text()
 print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 """
 """ru_maxrss would count the parent's pages, which a child holds until it executes its own program."""
 
 
-def peak_memory(folder: Path, layers: int) -> dict[str, Any]:
-    """Compress a synthetic checkpoint in a child process: its peak memory beside the promised bound."""
+def peak_memory(folder: Path, recipe: str, layers: int) -> dict[str, Any]:
+    """Compress a synthetic checkpoint in a child process: its seconds, and its peak memory beside the promised bound."""
     largest, parameters = write_mixtral(folder / "source", layers)
     started = time.perf_counter()
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder / "source"), str(folder / "packed")],
+        [sys.executable, "-c", CHILD, str(folder / "source"), str(folder / "packed"), recipe],
         check=True,
         capture_output=True,
         text=True,
@@ -260,14 +261,14 @@ def peak_memory(folder: Path, layers: int) -> dict[str, Any]:
     bound = sum(4 * count for count in largest) + 10**9
     size = sum(f.stat().st_size for f in (folder / "packed").iterdir())
     peak = int(child.stdout) * 1024
-    row = {"parameters": parameters, "peak": peak, "bound": bound, "seconds": seconds, "packed_bytes": size}
-    return row | {"within": peak <= bound}
+    row = {"recipe": recipe, "parameters": parameters, "peak": peak, "bound": bound, "packed_bytes": size}
+    return row | {"seconds": seconds, "within": peak <= bound}
 
 
 def memory_text(row: dict[str, Any]) -> str:
     """One sentence about the memory."""
     return (
-        f"{row['parameters'] / 1e9:.2f} billion parameters with rtn3: {row['seconds']:.0f} s, peak resident "
+        f"{row['parameters'] / 1e9:.2f} billion parameters with {row['recipe']}: {row['seconds']:.0f} s, peak resident "
         f"memory {row['peak'] / 1e9:.2f} GB, bound {row['bound'] / 1e9:.2f} GB (largest two in fp32 + 1 GB): "
         f"**{'within' if row['within'] else 'EXCEEDED'}**"
     )
@@ -293,7 +294,7 @@ def main() -> None:
     if args.rss or args.rss_only:
         folder = Path(tempfile.mkdtemp(prefix="trilobite-rss-", dir=args.work))
         try:
-            summary["memory"] = peak_memory(folder, args.layers)
+            summary["memory"] = peak_memory(folder, args.recipe, args.layers)
         finally:
             shutil.rmtree(folder)
         lines += [memory_text(summary["memory"])]
@@ -306,8 +307,11 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--quick", action="store_true", help="one repeat, a sixteenth of the large matrices")
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--jobs", type=int, default=0, help="matrices at a time; 0 = one per core")
-    options.add_argument("--rss", action="store_true", help="also measure peak memory (needs 8 GB of disk)")
-    options.add_argument("--rss-only", action="store_true", help="only peak memory")
+    options.add_argument(
+        "--rss", action="store_true", help="also pack a synthetic checkpoint (needs 8 GB of disk)"
+    )
+    options.add_argument("--rss-only", action="store_true", help="only the synthetic checkpoint")
+    options.add_argument("--recipe", default="rtn3", help="for the synthetic checkpoint")
     options.add_argument(
         "--layers", type=int, default=2, help="of the synthetic checkpoint, 1.45e9 parameters each"
     )

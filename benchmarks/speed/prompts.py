@@ -49,13 +49,14 @@ SHARES = tuple(f"{mode} of peak" for mode in MODES)
 
 @torch.inference_mode()
 def ours(model: Any, mode: str, prompt: int) -> float:
-    """Seconds."""
+    """Seconds, of a model that has read another prompt before."""
     configure(model, CpuSettings(mode))
+    read_prompt(model, prompt)
     return read_prompt(model, prompt)
 
 
 def theirs(folder: Path, file: Path, threads: int, prompt: int) -> float:
-    """Seconds, of a program that warms itself up."""
+    """Seconds, of a program that reads another prompt before."""
     return prompt / bench(folder, file, threads=threads, prompt=prompt, tokens=0)[False]
 
 
@@ -82,6 +83,11 @@ def measure(name: str, work: Path, args: argparse.Namespace) -> dict[str, dict[s
     found = {}
     for program in (*MODES, LLAMA):
         first, second = (statistics.median(seconds[program, layers]) for layers in (shallow, deep))
+        if second <= first:
+            raise SystemExit(
+                f"{name}, {program}: {deep} layers took {second:.3f} s and {shallow} took {first:.3f}; "
+                "something else ran beside them: measure again, with more --rounds"
+            )
         layer = (second - first) / (deep - shallow)
         found[program] = {
             f"{shallow} layers": first,

@@ -1,6 +1,7 @@
 """Every script of benchmarks/quality and benchmarks/speed runs to its last line of JSON, on tiny inputs."""
 
 import importlib
+import itertools
 import json
 import shutil
 import sys
@@ -398,12 +399,26 @@ def test_prompts_of_whole_models(
     monkeypatch.setattr(
         prompts, "packed_models", lambda names, layers: ((n, tmp_path / "packed") for n in names)
     )
+    seconds = itertools.count(1)
+
+    def read(model: Any, tokens: int) -> float:
+        """Reads, and says that it took a second more than the last time."""
+        speed_of_peers.read_prompt(model, tokens)
+        return next(seconds)
+
+    monkeypatch.setattr(prompts, "read_prompt", read)
     options = ("--builds", tmp_path, "--python", tmp_path / "python", "--prompt", 8, "--rounds", 1)
     found = run(prompts, "--shapes", "mixtral", *options)["mixtral"]
     assert found["seconds"]["llama.cpp"] == {"1 layers": 1, "2 layers": 2, "layer": 1, "whole": 32}
     assert found["GMAC/s"].keys() == {"exact", "int8"}
     mixtral = 2 * 3 * 4096 * 14336 + 2 * 4096 * (4096 + 1024)
     assert prompts.macs("mixtral") == mixtral
+
+    seconds = itertools.count(100, -1)
+    with pytest.raises(
+        SystemExit, match=r"mixtral, exact: 2 layers took 9\d\.000 s and 1 took 9\d\.000; something"
+    ):
+        run(prompts, "--shapes", "mixtral", *options)
 
 
 @pytest.mark.long
