@@ -30,9 +30,10 @@ from torch import Tensor
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
 from benchmarks.lib.synthetic import heavy_tailed, write_mixtral
+from trilobite.errors import RecipeError
 from trilobite.quantize.methods.quantized import Compensation
 from trilobite.quantize.methods.registry import METHODS, quantize
-from trilobite.recipe import Format
+from trilobite.recipe import Format, load_recipe
 
 INT3 = Format(bits=3, group=64)
 SHAPES = ((14336, 4096), (4096, 4096), (1408, 2048))
@@ -321,7 +322,12 @@ def _arguments() -> argparse.Namespace:
     add_output(options)
     add_page(options, "compress")
     add_machine(options)
-    return options.parse_args()
+    args = options.parse_args()
+    try:
+        load_recipe(args.recipe)
+    except RecipeError as e:
+        options.error(str(e))
+    return args
 
 
 if __name__ == "__main__":

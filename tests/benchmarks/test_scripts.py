@@ -269,6 +269,25 @@ def test_speed_of_compression(run: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert run(speed_of_compress, "--quick", "--jobs", 1)["speeds"]
 
 
+def test_compression_from_disk_to_disk(
+    run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(folder: Path, layers: int) -> tuple[list[int], int]:
+        shutil.copytree(model, folder)
+        return [1, 1], layers
+
+    monkeypatch.setattr(speed_of_compress, "write_mixtral", write)
+    options = ("--rss-only", "--work", tmp_path, "--layers", 3)
+    sizes = [
+        run(speed_of_compress, *options, "--recipe", recipe)["memory"]["packed_bytes"]
+        for recipe in ("rtn3", "int8")
+    ]
+    assert sizes[0] < 0.7 * sizes[1]
+    with pytest.raises(SystemExit):
+        run(speed_of_compress, *options, "--recipe", "rtn33")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("number", range(len(calibrated_cost.CASES)))
 def test_calibrated_cost(run: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     cases = [replace(c, n=64, k=128, rows=32, rank=min(c.rank, 4)) for c in calibrated_cost.CASES]
