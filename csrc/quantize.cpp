@@ -29,6 +29,7 @@ QuantizeTile tile_at(const trilobite_quantize_args &a, int64_t band, int64_t g, 
   t.method = (int)a.method;
   t.steps = (int)a.steps;
   t.symmetric = a.symmetric != 0;
+  t.given = a.given != 0;
   return t;
 }
 

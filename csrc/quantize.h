@@ -18,8 +18,8 @@ struct QuantizeTile {
   void *scratch;          // (64 + 16) * group bytes, or of a span, 64-byte aligned
   int64_t ld, line_ld;
   int rows, group, bits, method, steps;
-  int tile_columns;  // under super-scales
-  bool symmetric;
+  int tile_columns;       // under super-scales
+  bool symmetric, given;  // given: a search begins with the lines that are there
 };
 
 }  // namespace trilobite

@@ -285,19 +285,20 @@ TRILOBITE_API double trilobite_read_seconds(const void *data, int64_t bytes, int
 // for many tokens in a mode: of bytes or of bfloat16 numbers. Or a trilobite_code.
 TRILOBITE_API double trilobite_peak_macs(int64_t digits, int64_t threads);
 
-// Quantize w [rows, k] fp32 in groups. method: 0 rtn, 1 search, 2 hqq; steps: alternations of search from each start.
+// Quantize w [rows, k] fp32 in groups. method: 0 rtn, 1 search, 2 hqq; steps: alternations of search from each start;
+// given: it starts from the lines that are given alone.
 // With `super` the lines go under super-scales: tiles of 64 or 32 columns, `super` [ceil(rows / 16), ceil(k / 256), 32].
 // All contiguous.
 typedef struct {
   const float *w;
-  float *scale, *offset;  // [rows, k / group]: the lines found; offset NULL when symmetric
+  float *scale, *offset;  // [rows, k / group]: the lines found, and those given; offset NULL when symmetric
   const float
       *weight;  // [k]: of the columns' errors in a search, of mean 1 in every group unless under super-scales; or NULL
   const float *original;  // [rows, k]: with it, `values` gets original - what is stored; or NULL
   float *values;          // [rows, k] what is stored, or NULL
   uint8_t *packed;        // tiles [ceil(rows / 16), k / group, ..] or NULL
   uint8_t *super;         // or NULL: scales in fp16
-  int64_t rows, k, group, bits, symmetric, method, steps, threads;
+  int64_t rows, k, group, bits, symmetric, method, steps, given, threads;
 } trilobite_quantize_args;
 
 TRILOBITE_API int trilobite_quantize(const trilobite_quantize_args *args);

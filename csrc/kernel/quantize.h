@@ -119,25 +119,40 @@ template <bool WEIGHTED> static inline Lanes squared_error(const QuantizeGroup &
   return squares[0] + squares[1];
 }
 
-template <bool WEIGHTED> static QuantizeLine best_line(const QuantizeGroup &g, int steps) {
-  static const float shrinks[9][4] = {{}, {}, {1, .85f, .7f, .55f}, {1, .85f, .7f}, {1, .85f}, {}, {}, {}, {1}};
+constexpr int MOST_STARTS = 4;
+
+// Where a search begins: with the range of the group, shrunk, or with the line that is given.
+static inline int begin(const QuantizeGroup &g, const QuantizeLine *given, float half, QuantizeLine line[MOST_STARTS]) {
+  static const float shrinks[9][MOST_STARTS] = {{}, {}, {1, .85f, .7f, .55f}, {1, .85f, .7f}, {1, .85f}, {}, {},
+                                                {}, {1}};
+  if (given) {
+    line[0] = *given;
+    if (!g.symmetric) line[0].offset += half * given->scale;
+    return 1;
+  }
   const int starts = g.bits == 2 ? 4 : g.bits == 3 ? 3 : g.bits == 4 ? 2 : 1;
   const QuantizeLine range = fit_rtn(g);
-  const float half = (float)(1 << (g.bits - 1)), least_weight = g.least_weight();
   const Lanes middle = g.symmetric ? all(0) : range.offset + range.scale * (0.5f * g.top());
-  Lanes sums[4] = {};
-  for (int i = 0; i < g.columns; i += 4)
-    for (int j = 0; j < 4; j++) sums[j] += WEIGHTED ? g.weight[i + j] * g.w[i + j] : g.w[i + j];
-  const Lanes mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / (float)g.columns);
-  QuantizeLine line[4];
   for (int s = 0; s < starts; s++) {
     line[s].scale = range.scale * shrinks[g.bits][s];
     line[s].offset = g.symmetric ? all(0) : middle + line[s].scale * 0.5f;
   }
+  return starts;
+}
+
+template <bool WEIGHTED>
+static QuantizeLine best_line(const QuantizeGroup &g, int steps, const QuantizeLine *given) {
+  const float half = (float)(1 << (g.bits - 1)), least_weight = g.least_weight();
+  QuantizeLine line[MOST_STARTS];
+  const int starts = begin(g, given, half, line);
+  Lanes sums[4] = {};
+  for (int i = 0; i < g.columns; i += 4)
+    for (int j = 0; j < 4; j++) sums[j] += WEIGHTED ? g.weight[i + j] * g.w[i + j] : g.w[i + j];
+  const Lanes mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / (float)g.columns);
   for (int step = 0; step < steps; step++)  // one start does not wait for the last sums of another
     for (int s = 0; s < starts; s++) line[s] = refit<WEIGHTED>(g, line[s], mean, least_weight);
   QuantizeLine best = line[0];
-  Lanes least = squared_error<WEIGHTED>(g, best);
+  Lanes least = starts > 1 ? squared_error<WEIGHTED>(g, best) : all(0);
   for (int s = 1; s < starts; s++) {
     const Lanes error = squared_error<WEIGHTED>(g, line[s]);
     const Bits better = error < least;
@@ -149,8 +164,8 @@ template <bool WEIGHTED> static QuantizeLine best_line(const QuantizeGroup &g, i
   return best;
 }
 
-static QuantizeLine fit_search(const QuantizeGroup &g, int steps) {
-  return g.weight ? best_line<true>(g, steps) : best_line<false>(g, steps);
+static QuantizeLine fit_search(const QuantizeGroup &g, int steps, const QuantizeLine *given = nullptr) {
+  return g.weight ? best_line<true>(g, steps, given) : best_line<false>(g, steps, given);
 }
 
 constexpr int HQQ_ITERATIONS = 20;  // as in hqq.py, with p = 0.7
@@ -303,7 +318,21 @@ static void round_rows(const QuantizeGroup &g, const QuantizeLine &grid, uint8_t
   }
 }
 
-static inline QuantizeLine fit_line(const QuantizeGroup &g, const QuantizeTile &t) {
+static inline QuantizeLine given_line(const QuantizeTile &t, int group) {
+  QuantizeLine line{all(0), all(0)};
+  for (int r = 0; r < t.rows; r++) {
+    line.scale[r] = t.scale[r * t.line_ld + group];
+    if (!t.symmetric) line.offset[r] = t.offset[r * t.line_ld + group];
+  }
+  return line;
+}
+
+// group: of those that the tile's lines are of
+static inline QuantizeLine fit_line(const QuantizeGroup &g, const QuantizeTile &t, int group) {
+  if (t.method == QUANTIZE_SEARCH && t.given) {
+    const QuantizeLine given = given_line(t, group);
+    return fit_search(g, t.steps, &given);
+  }
   if (t.method == QUANTIZE_SEARCH) return fit_search(g, t.steps);
   return t.method == QUANTIZE_HQQ ? fit_hqq(g) : fit_rtn(g);
 }
@@ -323,7 +352,7 @@ static void quantize_tile(const QuantizeTile &t) {
     const QuantizeTile part = rows_of(t, first);
     load_columns(part, t.group, columns);
     const QuantizeGroup g{columns, t.weight, t.group, t.bits, t.symmetric};
-    const QuantizeLine line = fit_line(g, t);
+    const QuantizeLine line = fit_line(g, part, 0);
     store_line(part, 0, line);
     const QuantizeLine grid{through_half(line.scale, scales + first), through_half(line.offset, offsets + first)};
     round_rows(g, grid, codes ? codes + 4 * first : nullptr, part);

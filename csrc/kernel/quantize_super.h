@@ -113,7 +113,7 @@ static void quantize_span_rows(const QuantizeTile &t, int span, int first, uint8
   };
   for (int i = 0; i < groups; i++) {
     const QuantizeGroup g = group(i);
-    line[i] = fit_line(g, t);
+    line[i] = fit_line(g, t, i);
     store_line(t, i, line[i]);
     const Lanes high = line[i].offset + line[i].scale * g.top(), low = line[i].offset * (-1 / (MOST_OFFSET * unit));
     super = at_least(at_least(super, line[i].scale * (1 / MOST_SCALE)), low);

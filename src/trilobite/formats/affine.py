@@ -192,7 +192,7 @@ def check_range(scale: Tensor, offset: Tensor | None) -> None:
 
 
 def _absmax(t: Tensor) -> float:
-    return float(t.abs().amax()) if t.numel() else 0.0
+    return float(torch.linalg.vector_norm(t, torch.inf)) if t.numel() else 0.0
 
 
 def _by_tile_row(values: Tensor, tile_rows: int) -> Tensor:

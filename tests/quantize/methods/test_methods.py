@@ -11,7 +11,8 @@ from trilobite.checkpoint.source import open_source
 from trilobite.errors import ShapeError, WeightError
 from trilobite.formats.weight import dequantize
 from trilobite.kernels.cpu import quantize as cpu_quantize
-from trilobite.quantize.methods.bands import SCALES, bands, relative_error
+from trilobite.quantize.methods import search as search_module
+from trilobite.quantize.methods.bands import SCALES, bands, find_scales, quantize_band, relative_error
 from trilobite.quantize.methods.hqq import BETA, ITERATIONS, KAPPA, P, hqq
 from trilobite.quantize.methods.registry import quantize
 from trilobite.quantize.methods.rtn import rtn
@@ -312,6 +313,34 @@ def test_twins_agree(text: str, method: str, monkeypatch: pytest.MonkeyPatch) ->
     assert float((native - plain).norm() / w.norm()) < 0.02
     errors = [float((x - w).norm()) for x in (native, plain)]
     assert errors[0] == pytest.approx(errors[1], rel=2e-3)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("text", ["int3-g64", "int2-g16", "int4-g128", "int3-g64-sym", "int3-g16-super"])
+def test_a_search_starts_from_the_lines_that_it_is_given(
+    text: str, weighted: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, fmt = normal(21, 256) * 0.02 + 0.01, Format.parse(text)
+    weight = torch.linspace(0.5, 1.5, 256) if weighted else None
+    if native and not cpu_quantize.supports(w, fmt, "search"):
+        pytest.skip("no native library here")
+    monkeypatch.setattr(cpu_quantize, "supports", lambda *_: native)
+    given = find_scales(w, fmt, "rtn")
+    kept = [None if t is None else t.clone() for t in given]
+    found = quantize_band(w, fmt, "search", steps=1, start=given, weight=weight).scales
+    monkeypatch.setitem(search_module.SHRINKS, fmt.bits, (1.0,))
+    by_hand = find_scales(w, fmt, "search", 1, weight)
+    for line, before, after, expected in zip(given, kept, found, by_hand, strict=True):
+        if before is None:
+            continue
+        assert torch.equal(line, before)
+        assert float((after - expected).abs().median()) < 1e-6
+        assert float((after - before).abs().max()) > 1e-4
+    if native:
+        same = quantize_band(w, fmt, "search", steps=0, start=given).scales
+        for line, before in zip(same, kept, strict=True):
+            assert before is None or torch.allclose(line, before, atol=1e-7)
 
 
 def test_k_that_does_not_divide_is_refused() -> None:

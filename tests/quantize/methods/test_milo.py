@@ -1,6 +1,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from trilobite.quantize.methods.lowrank import truncated_svd
 from trilobite.quantize.methods.milo import converged
 from trilobite.quantize.methods.quantized import Compensation, Quantized
 from trilobite.quantize.methods.registry import METHODS, quantize
+from trilobite.quantize.methods.search import Scales
 from trilobite.recipe import Format
 
 INT3 = Format(bits=3, group=64)
@@ -111,6 +113,45 @@ def test_drafts_are_rough(outliers: Tensor, searched: Quantized, monkeypatch: py
     """Codes that are only nearly the best leave the low rank more to find than those of the full search."""
     monkeypatch.setattr(module, "DRAFT_STEPS", 8)
     assert searched.error < 0.97 * METHODS["search"](outliers, INT3, compensation=Compensation(rank=8)).error
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[list[Scales] | None]:
+    """The lines that each round's searches started from, filled as rounds go."""
+    starts: list[list[Scales] | None] = []
+    original = module._Residuals.__init__
+
+    def seen(self: module._Residuals, *args: Any) -> None:
+        original(self, *args)
+        starts.append(args[-1])
+
+    monkeypatch.setattr(module._Residuals, "__init__", seen)
+    return starts
+
+
+def test_lines_follow_in_the_last_rounds(
+    starts: list[list[Scales] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round that follows starts from the lines of the one before, and what is stored is better than without."""
+    w = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    compensation = Compensation(rank=32, compensator="int8")
+    found = METHODS["search"](w, INT3, compensation=compensation)
+    assert [lines is not None for lines in starts] == [False] * 6 + [True] * 4
+    assert len({id(lines) for lines in starts}) == 5
+    assert list(found.errors[5:]) == sorted(found.errors[5:], reverse=True)
+    monkeypatch.setattr(module, "FOLLOWING", 0)
+    without = METHODS["search"](w, INT3, compensation=compensation)
+    assert without.errors[:6] == found.errors[:6]
+    assert found.error < 0.995 * without.error
+
+
+def test_lines_do_not_follow_while_the_low_rank_finds_more(starts: list[list[Scales] | None]) -> None:
+    left, right = torch.randn(2, 256, 4, generator=torch.Generator().manual_seed(0))
+    compensation = Compensation(rank=8, compensator="int8")
+    errors = METHODS["search"](left @ right.T, INT3, compensation=compensation).errors
+    assert len(errors) == 10
+    assert all(after < (1 - module.LARGEST_FALL) * before for before, after in pairwise(errors))
+    assert starts[:10] == [None] * 10
 
 
 def test_int8_compensators_are_better_than_int3(outliers: Tensor) -> None:

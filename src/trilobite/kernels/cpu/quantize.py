@@ -30,7 +30,7 @@ class _Args(Structure):
         ),
         *(
             (name, c_int64)
-            for name in ("rows", "k", "group", "bits", "symmetric", "method", "steps", "threads")
+            for name in ("rows", "k", "group", "bits", "symmetric", "method", "steps", "given", "threads")
         ),
     )
 
@@ -51,6 +51,7 @@ def quantize_band(
     method: str,
     *,
     steps: int,
+    start: Line | None = None,
     original: Tensor,
     residual: Tensor,
     packed: bool,
@@ -59,6 +60,7 @@ def quantize_band(
     """Quantize a band of rows on the calling thread.
 
     w, original: [N, K] fp32    steps: alternations of search from each start
+    start: line [N, K/G] fp32 that a search starts from, in place of the ranges of groups
     residual: [N, K] fp32, receives the original minus what is stored    packed: whether to make tiles
     weight: [K] fp32 > 0, of the columns' errors in a search
     returns: the line [N, K/G] fp32 as found; the tiles or None; the super-scales or None
@@ -74,6 +76,9 @@ def quantize_band(
     assert residual.dtype == torch.float32
     scale = torch.empty(n, k // fmt.group_size(k), dtype=torch.float32)
     offset = None if fmt.symmetric else torch.empty_like(scale)
+    for line, given in zip((scale, offset), start or (None, None), strict=True):
+        if line is not None and given is not None:
+            line.copy_(given)
     tiles = torch.empty(shape, dtype=torch.uint8) if packed else None
     if weight is not None and not fmt.super_scales:
         groups = weight.view(scale.shape[1], -1)
@@ -83,6 +88,7 @@ def quantize_band(
     supers = None if second is None else torch.empty(second, dtype=torch.uint8)
     tensors = (w, scale, offset, weight, original, residual, tiles, supers)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
-    sizes = (n, k, fmt.group_size(k), fmt.bits, int(fmt.symmetric), METHODS[method], steps, 1)
+    flags = int(fmt.symmetric), METHODS[method], steps, int(start is not None)
+    sizes = (n, k, fmt.group_size(k), fmt.bits, *flags, 1)
     _lib.trilobite_quantize(ctypes.byref(_Args(*pointers, *sizes)))
     return (scale, offset), tiles, supers

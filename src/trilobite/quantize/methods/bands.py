@@ -53,23 +53,44 @@ def bands(n: int, k: int, weights: int | None = None) -> Iterator[slice]:
 
 
 def find_scales(
-    w: Tensor, fmt: Format, method: str, steps: int = STEPS, weight: Tensor | None = None
+    w: Tensor,
+    fmt: Format,
+    method: str,
+    steps: int = STEPS,
+    weight: Tensor | None = None,
+    start: Scales | None = None,
 ) -> Scales:
     """Scale and offset per group of a band of rows, in PyTorch.
 
     w: [N, K] fp32    steps: alternations of `search` from each start
     weight: [K] fp32 > 0, of the columns' errors, which `search` takes into account
+    start: scale and offset [N, K/G] fp32 that `search` starts from, in place of the ranges of groups
     returns: scale, offset [N, K/G] fp32 (offset None for a symmetric format)
     """
     n, k = w.shape
     if weight is not None and method == "search":
         parts = zip(torch.split(w, fmt.group_size(k), 1), torch.split(weight, fmt.group_size(k)), strict=True)
-        found = [search(part.contiguous(), fmt, steps, of_part) for part, of_part in parts]
+        found = [
+            search(part.contiguous(), fmt, steps, of_part, _column(start, g))
+            for g, (part, of_part) in enumerate(parts)
+        ]
         offsets = [offset for _, offset in found if offset is not None]
         return torch.stack([scale for scale, _ in found], 1), torch.stack(offsets, 1) if offsets else None
     groups = w.reshape(-1, fmt.group_size(k))
-    scale, offset = search(groups, fmt, steps) if method == "search" else SCALES[method](groups, fmt)
+    if method == "search":
+        scale, offset = search(groups, fmt, steps, start=_column(start, None))
+    else:
+        scale, offset = SCALES[method](groups, fmt)
     return scale.view(n, -1), None if offset is None else offset.view(n, -1)
+
+
+def _column(lines: Scales | None, g: int | None) -> Scales | None:
+    """Scales [M] of one group of each row; or of all groups, row by row."""
+    if lines is None:
+        return None
+    scale, offset = (None if t is None else t.flatten() if g is None else t[:, g] for t in lines)
+    assert scale is not None
+    return scale, offset
 
 
 def quantize_band(
@@ -78,6 +99,7 @@ def quantize_band(
     method: str,
     *,
     steps: int = STEPS,
+    start: Scales | None = None,
     original: Tensor | None = None,
     residual: Tensor | None = None,
     packed: bool = True,
@@ -85,7 +107,7 @@ def quantize_band(
 ) -> Band:
     """Find the scales of a band, round it to the grid that they become in storage, and lay it out in tiles.
 
-    w: [N, K] fp32    steps: see `find_scales`    original: [N, K] fp32, what the residual is taken from (default w)
+    w: [N, K] fp32    steps, start: see `find_scales`    original: [N, K] fp32, what the residual is taken from (or w)
     residual: [N, K] fp32, contiguous, where the residual is written (default: new)    packed: whether to make tiles
     weight: see `find_scales`
     Runs natively where the library supports it.
@@ -94,12 +116,20 @@ def quantize_band(
     residual = torch.empty_like(w) if residual is None else residual
     if cpu_quantize.supports(w, fmt, method):
         scales, tiles, supers = cpu_quantize.quantize_band(
-            w, fmt, method, steps=steps, original=original, residual=residual, packed=packed, weight=weight
+            w,
+            fmt,
+            method,
+            steps=steps,
+            start=start,
+            original=original,
+            residual=residual,
+            packed=packed,
+            weight=weight,
         )
         affine.check_scales(*scales, fmt)
         return Band(scales=scales, residual=residual, tiles=tiles, super=supers)
     n, k = w.shape
-    scales = find_scales(w, fmt, method, steps, weight)
+    scales = find_scales(w, fmt, method, steps, weight, start)
     grid = stored_grid(w, scales, fmt, method, steps, weight)
     codes = affine.round_to_grid(w, grid, fmt)
     values = (

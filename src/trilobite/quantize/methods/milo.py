@@ -27,6 +27,7 @@ from trilobite.quantize.methods.hessian import relative_loss
 from trilobite.quantize.methods.ldlq import quantize_lattice
 from trilobite.quantize.methods.lowrank import EXACT, POWER_ITERATIONS, followed_svd, truncated_svd
 from trilobite.quantize.methods.quantized import Compensation, Quantized
+from trilobite.quantize.methods.search import Scales
 from trilobite.recipe import AnyFormat, LatticeFormat
 
 WINDOW = 3
@@ -37,6 +38,11 @@ LEAST = 1e-4
 DRAFT_STEPS = 1
 """Alternations of `search` inside the loop. Codes that are only nearly the best leave more for the low rank to find:
 the stored error is lower than with the full search in every round, and so is the time."""
+FOLLOWING = 4
+LARGEST_FALL = 1 / 30
+"""Rounds at the end, two fifths of all at most, in which lines begin as the round before left them, and come to rest;
+not before a round lowers the error by less than this share: as long as the low rank finds more, lines that follow
+would leave outliers to the codes."""
 STRIDE, LONGEST_STRIDE = 2.2, 3.0
 LONG_STRIDE_RANKS = 32
 """What the codes are found for moves by more than the low rank did, in about half the rounds; after a round that made it
@@ -126,13 +132,17 @@ def _compensated(
     before: Factors | None = None
     ahead: Factors | None = None
     errors: list[float] = []
-    for _ in range(compensation.iterations):
-        residuals = _Residuals(w, fmt, draft, ahead, compensation, weight)
+    lines: list[Scales] = []
+    lines_of_best = lines
+    following = False
+    for left in reversed(range(compensation.iterations)):
+        following = following or _may_follow(left, errors, compensation)
+        residuals = _Residuals(w, fmt, draft, ahead, compensation, weight, lines if following else None)
         u, v, energy = _decomposed(residuals, w, compensation, None if ahead is None else ahead[1] * root)
-        before, last = ahead, (u, v / root)
+        before, last, lines = ahead, (u, v / root), residuals.lines
         errors.append(math.sqrt(max(residuals.energy - energy, 0.0)) / norm if norm else 0.0)
         if errors[-1] <= min(errors):  # with hqq and rtn inside errors may rise again
-            best = last
+            best, lines_of_best = last, lines
         if converged(errors):
             break
         ahead = _ahead(before, last, _stride(w, compensation, errors))
@@ -140,7 +150,7 @@ def _compensated(
     assert last is not None
     if not compensation.refit:
         return replace(_as_published(w, fmt, draft, before, last, compensation), errors=tuple(errors))
-    stored = _stored_factors(w, fmt, draft, best, compensation, weight)
+    stored = _stored_factors(w, fmt, draft, best, compensation, weight, lines_of_best)
     return replace(_codes(w, fmt, method, compensation, hessian, stored), errors=tuple(errors))
 
 
@@ -161,6 +171,12 @@ def converged(errors: list[float]) -> bool:
         return False
     now, before = sum(errors[-WINDOW:]), sum(errors[-WINDOW - 1 : -1])
     return before - now <= TOLERANCE * before
+
+
+def _may_follow(left: int, errors: list[float], compensation: Compensation) -> bool:
+    """Whether lines may begin as the round before left them, which did not; left: rounds after this one."""
+    most = min(FOLLOWING, compensation.iterations * 2 // 5) if compensation.refit else 0
+    return left < most and errors[-1] > (1 - LARGEST_FALL) * errors[-2]
 
 
 def _stride(w: Tensor, compensation: Compensation, errors: list[float]) -> float:
@@ -192,12 +208,18 @@ class _Residuals:
         factors: Factors | None,
         compensation: Compensation,
         weight: Tensor | None,
+        start: list[Scales] | None,
     ) -> None:
-        """weight: importance of the columns; with it E has its columns multiplied by its root."""
+        """weight: importance of the columns; with it E has its columns multiplied by its root.
+
+        start: `lines` of other residuals, that searches start from
+        """
         self._inputs = (w, fmt, method, factors, compensation)
-        self._weight = weight
+        self._weight, self._start = weight, start
         self.energy = 0.0
         """|E|_F^2 of what was seen."""
+        self.lines: list[Scales] = []
+        """Scales and offsets of the bands that were seen."""
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """Rows of E and their values, which the next ones overwrite."""
@@ -218,21 +240,23 @@ class _Residuals:
         # Products of few rows and many columns are slow.
         parts = list(bands(n, k, max(BAND, compensation.rank * k)))
         original, target, residual = w.new_empty(3, min(n, parts[0].stop), k, dtype=torch.float32)
-        for rows in parts:
+        for i, rows in enumerate(parts):
             count = rows.stop - rows.start
             source = original[:count].copy_(w[rows])
             if factors is not None:
                 torch.addmm(source, factors[0][rows], factors[1], alpha=-1, out=target[:count])
-            quantize_band(
+            band = quantize_band(
                 source if factors is None else target[:count],
                 fmt,
                 method,
                 steps=DRAFT_STEPS,
+                start=self._start[i] if self._start else None,
                 original=source,
                 residual=residual[:count],
                 packed=False,
                 weight=self._weight,
             )
+            self.lines.append(band.scales)
             yield rows, residual[:count]
 
 
@@ -257,8 +281,12 @@ def _stored_factors(
     factors: Factors,
     compensation: Compensation,
     weight: Tensor | None,
+    lines: list[Scales],
 ) -> tuple[Tensor, Tensor]:
-    """Store U and V; 3-bit ones lose enough in it that fitting them to the residual again, in turn, pays."""
+    """Store U and V; 3-bit ones lose enough in it that fitting them to the residual again, in turn, pays.
+
+    lines: of the last residuals, that searches start from
+    """
     n, k = w.shape
     compensator = compensation.compensator
     root = torch.ones(1, device=w.device) if weight is None else weight.sqrt()
@@ -269,7 +297,7 @@ def _stored_factors(
     least = math.inf
     for step in range(REFITS + 1):
         u, v = decode_factor(lra, n).T, decode_factor(lrb, k)
-        residuals = _Residuals(w, fmt, method, (u, v), compensation, weight)
+        residuals = _Residuals(w, fmt, method, (u, v), compensation, weight, lines)
         v = v * root  # as E is
         across = v.new_empty(len(v), n) if step < REFITS else None
         along = _products(residuals, u, v, across)
@@ -279,7 +307,7 @@ def _stored_factors(
         if across is not None:
             lra = quantize_factor(fit_factor(across, v @ v.T), compensator)
             u = decode_factor(lra, n).T
-            residuals = _Residuals(w, fmt, method, (u, v / root), compensation, weight)
+            residuals = _Residuals(w, fmt, method, (u, v / root), compensation, weight, lines)
             along = _products(residuals, u, v)
             lrb = quantize_factor(fit_factor(along, u.T @ u) / root, compensator)
     return best

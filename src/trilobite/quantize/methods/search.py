@@ -2,7 +2,8 @@
 
 For fixed codes the best scale and offset are a line fit of the weights on the codes; for fixed scales the best codes
 are the nearest ones. Alternating the two never increases the error but finds a local minimum, so it starts from the
-min-max range shrunk by several factors, and every group keeps the best scale and offset that it has seen.
+min-max range shrunk by several factors, and every group keeps the best scale and offset that it has seen. Weights that
+have changed a little may begin with the lines found before.
 """
 
 import torch
@@ -20,17 +21,23 @@ Scales = tuple[Tensor, Tensor | None]
 """Scale and offset of some groups, what a code stands for; a symmetric format has no offset."""
 
 
-def search(groups: Tensor, fmt: Format, steps: int = STEPS, weight: Tensor | None = None) -> Scales:
+def search(
+    groups: Tensor,
+    fmt: Format,
+    steps: int = STEPS,
+    weight: Tensor | None = None,
+    start: Scales | None = None,
+) -> Scales:
     """Scale and offset of (locally) least squared error per group.
 
     groups: [M, G] fp32    steps: alternations from each start    weight: [G] fp32 > 0, of the columns' errors
+    start: scale and offset [M], to start from in place of ranges
     returns: scale [M], offset [M] or None for a symmetric format
     """
-    scale, offset = rtn(groups, fmt)
     best_error = torch.full_like(groups[:, 0], torch.inf)
-    best_scale, best_offset = scale, offset
-    for factor in SHRINKS[fmt.bits]:
-        scales = _shrunk(scale, offset, factor, fmt)
+    starts = _shrunk_ranges(groups, fmt) if start is None else [start]
+    best_scale, best_offset = starts[0]
+    for scales in starts:
         for step in range(steps + 1):
             codes = _round(groups, *scales, fmt)
             error = _error(groups, codes, *scales, weight)
@@ -42,6 +49,11 @@ def search(groups: Tensor, fmt: Format, steps: int = STEPS, weight: Tensor | Non
             if step < steps:
                 scales = _fit(groups, codes, *scales, weight)
     return best_scale, best_offset
+
+
+def _shrunk_ranges(groups: Tensor, fmt: Format) -> list[Scales]:
+    scale, offset = rtn(groups, fmt)
+    return [_shrunk(scale, offset, factor, fmt) for factor in SHRINKS[fmt.bits]]
 
 
 def _shrunk(scale: Tensor, offset: Tensor | None, factor: float, fmt: Format) -> Scales:
