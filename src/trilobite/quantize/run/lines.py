@@ -20,7 +20,7 @@ from trilobite.quantize.methods.registry import METHODS
 from trilobite.quantize.naming import naming
 from trilobite.quantize.plan.plan import Plan, PlanLine
 from trilobite.quantize.plan.statistics import sampled_kurtosis, sampled_residual_share
-from trilobite.recipe import LatticeFormat, Recipe
+from trilobite.recipe import Format, LatticeFormat, Recipe
 
 if TYPE_CHECKING:  # brings transformers along
     pass
@@ -156,13 +156,15 @@ def memory_of(line: PlanLine, source: Source) -> int:
     mapped = numel * max(1, DTYPES[source.tensors[line.matrix.source].dtype].itemsize)
     n, k = line.matrix.shape if len(line.matrix.shape) == 2 else (numel, 1)
     low_rank = 4 * numel + 16 * (line.rank + 32) * (n + k) if line.rank else 0
+    # Scales and offsets of the best round and of the last.
+    lines = 16 * numel // line.format.group_size(k) if line.rank and isinstance(line.format, Format) else 0
     # The whole matrix is rotated; its codes are 64-bit while they are found.
     rotated = 12 * numel if isinstance(line.format, LatticeFormat) else 0
     widened = line.matrix.view.scale or line.matrix.view.transposed or source.rescaling
     converted = 4 * numel if widened else 0
     # H and three copies to factor it; weights, codes, errors.
     against = 16 * k * k + 12 * numel if line.calibrated and not line.importance else 0
-    return mapped + low_rank + rotated + converted + against + line.nbytes + 32 * 2**20
+    return mapped + low_rank + lines + rotated + converted + against + line.nbytes + 32 * 2**20
 
 
 def memory_budget(plan: Plan) -> int:
