@@ -24,7 +24,7 @@ from benchmarks.lib.script import add_machine, add_output, add_page, of_machine,
 from benchmarks.lib.whole_models import packed_models, step_bytes
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.runtime.load import load
-from trilobite.runtime.step.replay import COMPARED, RECORDED
+from trilobite.runtime.step.step_list import COMPARED, RECORDED
 
 MARKER = "speed-latents"
 PROBED = 512 << 20

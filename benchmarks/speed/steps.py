@@ -3,16 +3,16 @@
     python -m benchmarks.speed.steps PACKED.. --page docs/performance.md
 
 PACKED are folders that `trilobite compress` wrote. Every round runs a probe of the memory, some steps each way over the
-same cache, random tokens, and once more with a clock around the packed matrices: "outside" is what of a token's time is
+same cache, random tokens, and once more with a clock around the packed matrices: "outside" is what of a step's time is
 not theirs. All logits are compared bit by bit. The bound is the probe divided by the packed bytes that one step reads.
-The last line is JSON.
+`--texts 8 32` has steps of as many texts, each of a length of its own, filled up in front. The last line is JSON.
 """
 
 import argparse
 import copy
 import statistics
 import time
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.swap import configure
-from trilobite.runtime.step.replay import COMPARED
+from trilobite.runtime.step.step_list import COMPARED, RECORDED
+from trilobite.runtime.step.texts import WORTH
 
-MARKER = "speed-steps"
+MARKER, OF_TEXTS = "speed-steps", "speed-steps-texts"
 PROBED = 512 << 20
 """Bytes that the probe reads."""
 MAPPED = 512
@@ -73,41 +74,58 @@ class Cut:
         self.seconds += time.perf_counter() - started
 
 
+def begin(model: Any, prompt: Tensor) -> Any:
+    """A cache of prompts [texts, S], each a token shorter than the next one."""
+    return model(prompt, use_cache=True, **_beside(len(prompt), 0, prompt.shape[1])).past_key_values
+
+
+def _beside(texts: int, first: int, end: int) -> dict[str, Tensor]:
+    """What goes with tokens of texts, from one to the last; nothing with one text."""
+    if texts == 1:
+        return {}
+    padding = torch.arange(texts).flip(0)[:, None]
+    places = torch.arange(end) - padding
+    return {"attention_mask": (places >= 0).long(), "position_ids": places[:, first:].clamp_min(0)}
+
+
 def timed(model: Any, cache: Any, tokens: Tensor) -> tuple[list[float], list[Tensor]]:
-    """Seconds of each step, and its logits."""
+    """Seconds of each step, and its logits. tokens: [steps, texts]"""
     seconds, logits = [], []
     for token in tokens:
+        length = cache.get_seq_length()
+        given = {"input_ids": token[:, None], **_beside(len(token), length, length + 1)}
         started = time.perf_counter()
-        made = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True).logits
+        made = model(past_key_values=cache, use_cache=True, **given).logits
         seconds.append(time.perf_counter() - started)
         logits.append(made)
     return seconds, logits
 
 
 @torch.inference_mode()
-def measure(model: Any, mode: str, options: argparse.Namespace) -> dict[str, float]:
+def measure(model: Any, mode: str, texts: int, options: argparse.Namespace) -> dict[str, float]:
     """Medians over all steps, in seconds, and of the probe in GB/s."""
     configure(model, CpuSettings(mode))
     step, vocabulary = model.forward, model.config.vocab_size
     memory = torch.ones(PROBED, dtype=torch.uint8)
     read_prompt(model, MAPPED)
-    cache = model(torch.randint(vocabulary, (1, options.prompt)), use_cache=True).past_key_values
-    timed(model, cache, torch.randint(vocabulary, (2 + COMPARED,)))
-    if step.ready is None:
-        raise SystemExit(f"error: {model.name_or_path}: steps are not replayed: {step.why}")
-    whole, cut = step.ready.steps, Cut(step.ready)
+    cache = begin(model, torch.randint(vocabulary, (texts, options.prompt)))
+    timed(model, cache, torch.randint(vocabulary, (WORTH * (texts > 1) + RECORDED + COMPARED, texts)))
+    several = step if texts == 1 else step.others.steps[texts]
+    if not several.right:
+        raise SystemExit(f"error: {model.name_or_path}: steps are not replayed: {several.why}")
+    whole, cut = several.ready.steps, Cut(several.ready)
     found: dict[str, list[float]] = {"before": [], "now": [], "matrices": [], "probe": []}
     for _ in range(options.rounds):
-        tokens = torch.randint(vocabulary, (options.tokens,))
+        tokens = torch.randint(vocabulary, (options.tokens, texts))
         found["probe"].append(cpu.measure_read_bandwidth(memory, 1))
         seconds, ours = timed(model, copy.deepcopy(cache), tokens)
         found["now"] += seconds
-        step.ready.steps, again = cut.steps, copy.deepcopy(cache)
+        several.ready.steps, again = cut.steps, copy.deepcopy(cache)
         for token in tokens:
             cut.seconds = 0.0
-            timed(model, again, token.view(1))
+            timed(model, again, token[None])
             found["matrices"].append(cut.seconds)
-        step.ready.steps = whole
+        several.ready.steps = whole
         del model.forward
         seconds, theirs = timed(model, copy.deepcopy(cache), tokens)
         found["before"] += seconds
@@ -117,13 +135,13 @@ def measure(model: Any, mode: str, options: argparse.Namespace) -> dict[str, flo
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def row(title: str, mode: str, found: dict[str, float], size: float) -> tuple[str, ...]:
-    """Of the table."""
+def row(title: str, mode: str, found: dict[str, float], size: float, texts: int) -> tuple[str, ...]:
+    """Of the table. size: bytes that a step reads"""
     bound = size / found["probe"] / 1e9
     ways = [found["before"], found["now"]]
     times = [cell for t in ways for cell in (f"{t * 1e3:.2f}", f"{1 - found['matrices'] / t:.0%}")]
     shares = [f"{bound / t:.0%}" for t in ways]
-    rates = f"{1 / ways[0]:.1f} -> {1 / ways[1]:.1f}"
+    rates = f"{texts / ways[0]:.1f} -> {texts / ways[1]:.1f}"
     return (title, mode, f"{found['matrices'] * 1e3:.2f}", *times, *shares, rates, f"{found['probe']:.1f}")
 
 
@@ -132,6 +150,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("packed", type=Path, nargs="+", help="packed models")
     options.add_argument("--prompt", type=int, default=128)
+    options.add_argument("--texts", type=int, nargs="+", default=[1])
     options.add_argument("--tokens", type=int, default=16, help="steps of a round, each way")
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--modes", nargs="+", default=["exact", "int8"])
@@ -143,16 +162,18 @@ def main() -> None:
     for folder in args.packed:
         model = load(str(folder))
         layers = model.config.num_hidden_layers
-        for mode in args.modes:
-            found = measure(model, mode, args)
-            rows.append(row(f"{folder.name}, {layers} layers", mode, found, step_bytes(model, 1)))
-            summary.append({"model": folder.name, "layers": layers, "mode": mode, **found})
+        for texts, mode in product(args.texts, args.modes):
+            found = measure(model, mode, texts, args)
+            beside = "" if texts == 1 else f", {texts} texts"
+            title = f"{folder.name}, {layers} layers{beside}"
+            rows.append(row(title, mode, found, step_bytes(model, texts), texts))
+            summary.append({"model": folder.name, "layers": layers, "mode": mode, "texts": texts, **found})
             print("  ".join(rows[-1]), flush=True)
     publish(
         table(HEADER, rows),
         {"rows": summary},
         page=args.page,
-        marker=of_machine(MARKER, args.machine),
+        marker=of_machine(MARKER if args.texts == [1] else OF_TEXTS, args.machine),
         output=args.output,
     )
 

@@ -24,7 +24,7 @@ from benchmarks.lib.translating import TEST
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load, load_tokenizer
 from trilobite.runtime.step.conditions import new_cache
-from trilobite.runtime.step.replay import COMPARED, RECORDED
+from trilobite.runtime.step.step_list import COMPARED, RECORDED
 from trilobite.runtime.step.texts import WORTH
 
 MARKER = "speed-translation-steps"

@@ -29,8 +29,8 @@ from trilobite.runtime.load import load
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.plan import Offload
-from trilobite.runtime.step import lower, replay, small
-from trilobite.runtime.step.replay import COMPARED, RECORDED, WAITS, Step
+from trilobite.runtime.step import lower, small, step_list
+from trilobite.runtime.step.step_list import COMPARED, RECORDED, WAITS
 from trilobite.runtime.step.trace import Node
 
 pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
@@ -247,13 +247,15 @@ def test_hooks_that_come_and_go(packed: Callable[[str], Path]) -> None:
     assert torch.equal(before[0][0], ours[0][0])
 
 
-def test_tries_end(packed: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_tries_end(
+    packed: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What does not pass is the model's nature, in the end: one line says so."""
     model = load(str(packed("mixtral")))
     model.model.norm.register_forward_hook(lambda *_: None)
-    looked = []
+    looked, check = list[int](), step_list.check_state
     step = step_of(model)
-    step._check_state = lambda cache: looked.append(len(made)) or Step._check_state(step, cache)  # type: ignore[assignment, func-returns-value, method-assign]
+    monkeypatch.setattr(step_list, "check_state", lambda *of: (looked.append(len(made)), check(*of))[1])
     made: list[Tensor] = []
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
@@ -288,7 +290,7 @@ def test_a_failure_that_passes(
 
     with monkeypatch.context() as patch:
         if at == "record":
-            patch.setattr(replay, "lower", broken)
+            patch.setattr(step_list, "lower", broken)
         else:
             patch.setattr(step, "_run_list", broken)
         if fails is KeyboardInterrupt:

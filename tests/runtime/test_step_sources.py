@@ -16,8 +16,8 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from trilobite.kernels.ops import attends
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
-from trilobite.runtime.step.replay import COMPARED, RECORDED
 from trilobite.runtime.step.rows import Source
+from trilobite.runtime.step.step_list import COMPARED, RECORDED
 
 pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
 

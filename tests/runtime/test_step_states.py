@@ -20,7 +20,7 @@ from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.load import load
 from trilobite.runtime.step.index import Index
-from trilobite.runtime.step.replay import COMPARED
+from trilobite.runtime.step.step_list import COMPARED
 
 pytestmark = pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
 
@@ -138,7 +138,7 @@ def test_what_a_comparison_undoes(at: str, packed: Packed, monkeypatch: pytest.M
     assert step.ready is not None
     run = step._run_list
 
-    def broken(ready: Any, *where: int) -> Tensor:
+    def broken(ready: Any, *where: Any) -> Tensor:
         logits = run(ready, *where)
         if at == "memory":
             raise MemoryError("of nothing")
@@ -182,7 +182,7 @@ def test_an_index_that_chooses(kind: str, packed: Packed, caplog: pytest.LogCapt
     model = load(str(packed(kind)))
     step, ran = step_of(model), list[int]()
     run = step._run_list
-    step._run_list = lambda ready, token, position: (ran.append(position), run(ready, token, position))[1]  # type: ignore[method-assign]
+    step._run_list = lambda ready, *where: (ran.append(where[-1]), run(ready, *where))[1]  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         long, _ = conversation(model, turns=1, steps=CHOSEN)
         first = ran[:]

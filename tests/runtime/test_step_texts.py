@@ -16,8 +16,8 @@ from trilobite.kernels.ops import attends
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
 from trilobite.runtime.step import texts as lists
-from trilobite.runtime.step.replay import COMPARED, RECORDED, WAITS
 from trilobite.runtime.step.rows import Source
+from trilobite.runtime.step.step_list import COMPARED, RECORDED, WAITS
 from trilobite.runtime.translate.decoding import Decoding
 from trilobite.runtime.translate.rows import Pruning
 

@@ -1,10 +1,13 @@
 """Continuous batching in our pages, with our attention: the tokens of `generate`, whatever the kind of attention."""
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.architectures import VOCAB, build_checkpoint
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import trilobite
@@ -13,7 +16,10 @@ from trilobite.kernels.ops import attends
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.generate.text import Sampling
+from trilobite.runtime.step import texts
+from trilobite.runtime.step.lower import Lowered
 from trilobite.runtime.step.replay import Step
+from trilobite.runtime.step.step_list import StepList
 from trilobite.serve import batching as module
 from trilobite.serve.batching import Batching
 from trilobite.serve.pages import make_pages
@@ -66,7 +72,7 @@ def test_texts_side_by_side_are_those_of_generate(
 @pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
 def test_a_text_alone_is_replayed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of one text are `generate`'s list, in pages; as soon as there are two they are the model's own."""
+    """Its steps are `generate`'s list, in pages."""
     build_checkpoint(name, tmp_path / "original", dtype=torch.bfloat16)
     compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
     model = trilobite.load(str(tmp_path / "packed"))
@@ -93,6 +99,48 @@ def test_a_text_alone_is_replayed(name: str, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
+@pytest.mark.parametrize("name", ["mixtral", "deepseek", "gpt_oss"])
+def test_texts_side_by_side_are_replayed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of several texts, of other lengths each, come from the list for so many, and change with what it makes."""
+    build_checkpoint(name, tmp_path / "original", dtype=torch.bfloat16)
+    compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
+    model = trilobite.load(str(tmp_path / "packed"))
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11]]
+    wanted = [expected(model, ids, 70) for ids in prompts]
+    monkeypatch.setattr(texts, "WORTH", 2)
+    ran: Counter[int] = Counter()
+    run = StepList._run_list
+
+    def counted(self: StepList, ready: Lowered, *where: Any) -> Tensor:
+        if len(ready.rows[0].keys) == 0:  # in pages, it holds nothing of its own
+            ran[self.texts] += 1
+        return run(self, ready, *where)
+
+    monkeypatch.setattr(StepList, "_run_list", counted)
+    batching = Batching(model, None, make_pages(model, 3, 128), 60)
+    step = model.forward
+    assert isinstance(step, Step)
+    batching.start()
+    try:
+        assert [r.generated_tokens for r in results(batching, prompts, 70)] == wanted
+        several = step.others.steps[3]
+        windows = (
+            getattr(model.config, "sliding_window", None) is not None
+        )  # of which pages keep some rows alone
+        assert several.right
+        assert several.compared_in_pages == (not windows)
+        assert ran[3] >= 50 * (not windows)
+        before = ran[3]
+        assert [r.generated_tokens for r in results(batching, prompts, 30)] == [t[:30] for t in wanted]
+        assert ran[3] >= before + 25 * (not windows)
+        monkeypatch.setattr(StepList, "_run_list", lambda _, ready, *where: run(_, ready, *where) * 0)
+        made = [r.generated_tokens for r in results(batching, prompts, 10)]
+        assert all(t[-4:] == [0] * 4 for t in made) != windows
+    finally:
+        batching.stop()
+
+
+@pytest.mark.skipif(not attends(torch.zeros(1, 16)), reason="the native library is not installed")
 def test_a_list_that_errs_in_pages_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_checkpoint("mixtral", tmp_path / "original", dtype=torch.bfloat16)
     compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
@@ -105,7 +153,7 @@ def test_a_list_that_errs_in_pages_is_dropped(tmp_path: Path, monkeypatch: pytes
     try:
         (made,) = results(batching, [[5, 6, 7]], 8)
         assert made.generated_tokens == wanted
-        assert step.pages_of is None
+        assert step.compared_in_pages is None
     finally:
         batching.stop()
 

@@ -14,9 +14,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -36,10 +38,13 @@ from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
-from trilobite.runtime.step.replay import COMPARED, Step
+from trilobite.runtime.step import texts
+from trilobite.runtime.step.replay import Step
+from trilobite.runtime.step.step_list import COMPARED
 
 LAYERS, EXPERTS, HEADS, HIDDEN, VOCAB, TOKENS, LONG = 3, 4, 4, 64, 256, 12, 40
 LARGEST = 4 * 10**7
+TEXTS = 3
 TOLERANCE = 1e-5
 """Of logits, relative: both sides compute in float32, in another order."""
 
@@ -321,7 +326,46 @@ def replayed(packed: Path) -> str:
     if step.ready is None:
         return step.why or "its cache is of a kind of its own"
     assert step.compared == COMPARED, "steps are recorded again and again"
+    if (alone := _of_batches(model, step)) is not None:
+        return f"yes, of one text alone: {alone}"
     return "yes, while all rows are chosen" if chooses else "yes"
+
+
+def _of_batches(model: PreTrainedModel, step: Step) -> str | None:
+    """Why steps of a batch, whose texts are filled up in front, are the model's own; None where a list has them."""
+    if model.config.is_encoder_decoder:
+        return None  # docs/translation.md
+    with quiet():
+        del model.forward
+        try:
+            theirs = _batch_decoded(model)
+        except Exception as e:
+            return f"{ITS_OWN_FAIL}: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
+        finally:
+            model.forward = step
+        assert all(map(torch.equal, _batch_decoded(model), theirs)), "steps of batches have other logits"
+    several = step.others.steps[TEXTS]
+    return None if several.right else several.why or "no list"
+
+
+@torch.inference_mode()
+def _batch_decoded(model: PreTrainedModel) -> list[Tensor]:
+    """Logits of tokens of three texts, each a token longer than the one before."""
+    ids = torch.randint(3, VOCAB - 6, (TEXTS, 2 * TOKENS), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for text in range(TEXTS):
+        mask[text, : TEXTS - 1 - text] = 0
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    cache: Any = None
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "WORTH", 0)
+        for first, end in pairwise((0, *range(TEXTS, 2 * TOKENS))):
+            given = {"attention_mask": mask[:, :end], "position_ids": places[:, first:end]}
+            made = model(input_ids=ids[:, first:end], use_cache=True, **given, **{CACHE: cache})
+            cache = made.get(CACHE)
+            found.append(made.logits[:, -1])
+    return found
 
 
 @torch.inference_mode()
@@ -373,7 +417,7 @@ filled up with zeros (`trilobite plan` says where).
 What `trilobite.load` makes of an original has the logits that transformers' own class has, with its own attention, of a
 text longer than windows and than what an index of keys chooses of it. The last column says whether a step of decoding
 runs from a list, natively (docs/performance.md), always with the bits of the model's own forward, or why it does not;
-then it runs as transformers runs it.
+then it runs as transformers runs it. Where it says yes, steps of three texts of different lengths did, too.
 
 | model type | runs | difference, or why not | steps from a list |
 | --- | --- | --- | --- |"""

@@ -84,22 +84,26 @@ def _kept(module: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tu
     if pages is not None:
         kwargs["read_index"] = [found[:0] for found in kwargs["read_index"]]  # write, and gather nothing
         type(cache).update(cache, key, value, layer, kwargs)
-        return pages
+        return pages[:3]
     key, value = type(cache).update(cache, key, value, layer, kwargs)
+    if key.stride() != value.stride():  # with nothing in pages yet they are what the layer made
+        key, value = key.contiguous(), value.contiguous()
     return key[0].transpose(0, 1), value[0].transpose(0, 1), torch.arange(key.shape[2], device=key.device)
 
 
-def pages_of(kwargs: dict[str, Any], layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """All keys and values of a layer, [.., kv heads, D], and which rows of them the texts of a batch have, in order.
+def pages_of(kwargs: dict[str, Any], layer: int) -> tuple[Tensor, Tensor, Tensor, list[int]] | None:
+    """All keys and values of a layer, [.., kv heads, D], which rows of them the texts of a batch have, in order.
 
-    None where a layer keeps only some, and where no text has any yet.
+    And where in these each text begins, and the last one ends. None where a layer keeps only some, and where no text has
+    any yet.
     """
     allocator = kwargs["cache"].layer_to_allocator[layer]
     rows = kwargs["read_index"][allocator.index]
     if not allocator.supports_block_table or not rows.numel():
         return None
     keys, values = (pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(layer))
-    return keys, values, rows
+    starts = kwargs["cu_seq_lens_k"][allocator.layer_type].tolist()
+    return keys, values, rows, starts
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:

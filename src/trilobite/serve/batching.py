@@ -15,6 +15,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from trilobite.errors import EvaluationError
 from trilobite.runtime.finite import not_finite
+from trilobite.runtime.step.batch_pages import BatchPages
 from trilobite.runtime.step.replay import Step
 from trilobite.serve.answer import Answer, Wish
 from trilobite.serve.attention import ATTENTION, Deferred, pages_of
@@ -41,14 +42,20 @@ class Manager(ContinuousBatchingManager):  # type: ignore[misc]
             step.prepare()
         model.set_attn_implementation(ATTENTION)
         if isinstance(step, Step):
-            step.replay_in_pages(pages_of)
+            step.replay_in_pages(BatchPages(of=pages_of, aside=self._aside))
 
     def not_finite(self, tokens: list[int]) -> EvaluationError:
         """Where NaN or infinite values begin in a text, which is run once more, with attention as it was."""
-        self.model.set_attn_implementation(self._original_attn_impl)
-        try:
+        with self._aside():
             ids = torch.tensor([tokens], device=self.model.device)
             return not_finite(self.model, {"input_ids": ids}, Path(self.model.name_or_path).name)
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """For the while, attention as it was."""
+        self.model.set_attn_implementation(self._original_attn_impl)
+        try:
+            yield
         finally:
             self.model.set_attn_implementation(ATTENTION)
 

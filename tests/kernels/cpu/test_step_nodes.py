@@ -38,9 +38,10 @@ def tier(request: pytest.FixtureRequest) -> Iterator[str]:
     cpu.set_tier(None)
 
 
-def run(node: ops.StepNode | None) -> None:
-    assert node is not None
-    ops.step.run_nodes(ops.step.program([node]), 1)
+def run(*nodes: ops.StepNode | None) -> None:
+    made = [node for node in nodes if node is not None]
+    assert len(made) == len(nodes) > 0
+    ops.step.run_nodes(ops.step.program(made), len(made))
 
 
 def layouts(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -90,15 +91,28 @@ def test_a_number_and_conversions(tier: str) -> None:
 )
 def test_sums_of_rows(tier: str, width: int) -> None:
     torch.manual_seed(width)
-    for rows in (1, 2, 32) if width < 1000 else (1, 2):
+    for rows in (1, 2, 5, 32):
         x = torch.randn(1, rows, width) * 100
-        if x.numel() >= 1 << 15:
-            continue
         out = torch.empty(1, rows, 1)
         run(ops.step.row_sums(out, x, float(width)))
         assert torch.equal(out, x.mean(-1, keepdim=True))
         run(ops.step.row_sums(out, x, 1.0))
         assert torch.equal(out, x.sum(-1, keepdim=True))
+
+
+@pytest.mark.skipif(sum_lanes() is None, reason="torch adds up in an order that the library does not know")
+def test_rows_whose_sums_torch_shares_among_threads() -> None:
+    """As many values as make torch do so: each sum is still one thread's, however few they are."""
+    threads = torch.get_num_threads()
+    try:
+        for torchs in (1, 2, 3):
+            torch.set_num_threads(torchs)
+            for rows, width in ((2, 16384), (2, 40000), (8, 4096), (33, 5121)):
+                x, out = torch.randn(rows, width) * 100, torch.empty(rows, 1)
+                run(ops.step.row_sums(out, x, float(width)))
+                assert torch.equal(out, x.mean(-1, keepdim=True)), (torchs, rows, width)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.skipif(sum_lanes() is None, reason="torch adds up in an order that the library does not know")
@@ -255,12 +269,13 @@ def test_values_at_places(dtype: torch.dtype, lead: tuple[int, ...]) -> None:
     assert ops.step.pick(out, x, index[..., :3]) is None
 
 
-def test_a_position_becomes_a_number() -> None:
-    out = torch.empty(1, 1, 1)
-    for position in (0, 1, 4097, (1 << 24) + 1, (1 << 40) + 12345):
-        x = torch.tensor([[[position]]])
-        run(ops.step.number(out, x))
-        assert torch.equal(out, x.float())
+def test_positions_become_numbers() -> None:
+    x = torch.tensor([[0, 1, 4097, (1 << 24) + 1, (1 << 40) + 12345]])
+    for positions in (x, x[:, :1, None], x[0, 3]):
+        out = torch.empty(positions.shape)
+        run(*ops.step.numbers(out, positions) or [])
+        assert torch.equal(out, positions.float())
+    assert ops.step.numbers(torch.empty(5), x[0].flip(0)[::2]) is None
 
 
 def test_rows_outside_of_their_memory_are_refused() -> None:
@@ -272,7 +287,7 @@ def test_rows_outside_of_their_memory_are_refused() -> None:
         (ops.step.top_of_rows(values, places, x, ordered=True), {"shape": (1, 1, 1, 1025)}),
         (ops.step.top_of_rows(values, places, x, ordered=True), {"lanes": 7}),
         (ops.step.top_of_rows(values, places, x, ordered=True), {"shape": (1, 1, 1 << 61, 64)}),
-        (ops.step.number(torch.empty(1), torch.tensor(3)), {"out": ops.StepNode().out}),
+        ((ops.step.numbers(torch.empty(1), torch.tensor(3)) or [])[0], {"out": ops.StepNode().out}),
         (ops.step.pick(values, x, places), {"lanes": 7}),
         (ops.step.pick(values, x, places), {"shape": (1, 1, 4, 64)}),
         (ops.step.scatter(x, places, 1.0), {"shape": (1, 1, 3, 65)}),
@@ -304,7 +319,7 @@ def test_what_the_library_does_not_do() -> None:
         ops.step.softmax_rows(torch.empty(2, 8, dtype=torch.bfloat16), torch.randn(2, 8).bfloat16(), 8)
         is None
     )
-    assert ops.step.number(torch.empty(1, dtype=torch.float64), torch.tensor(3)) is None
+    assert ops.step.numbers(torch.empty(1, dtype=torch.float64), torch.tensor(3)) is None
     places = torch.empty(2, 3, dtype=torch.int64)
     assert ops.step.top_of_rows(torch.empty(2, 3), places, torch.randn(2, 8).half(), ordered=True) is None
     assert ops.step.top_of_rows(torch.empty(2, 3), places, torch.randn(2, 1025), ordered=True) is None
@@ -322,13 +337,13 @@ def test_what_the_library_does_not_do() -> None:
 
 
 def test_rows_of_a_table_and_of_a_cache_are_checked() -> None:
-    table, out, index = torch.randn(5, 16), torch.empty(1, 16), torch.tensor([3])
-    run(ops.step.gather(out, table, index))
-    assert torch.equal(out[0], table[3])
+    table, out, index = torch.randn(5, 16), torch.empty(3, 1, 16), torch.tensor([[3], [0], [4]])
+    run(*ops.step.gather(out, table, index))
+    assert torch.equal(out, table[index])
     for wrong in (-1, 5):
-        index.fill_(wrong)
+        index[2] = wrong
         with pytest.raises(ShapeError, match=f"row {wrong} of 5"):
-            run(ops.step.gather(out, table, index))
+            run(*ops.step.gather(out, table, index))
     full = ops.StepCache(end=4, capacity=4)
     with pytest.raises(ShapeError, match="row 4 of 4"):
         run(ops.step.append_row(torch.randn(2, 16), torch.randn(2, 16), full))

@@ -53,7 +53,7 @@ class Kind(IntEnum):
 
 
 MOST_SUMMED = 1 << 15
-"""From so many values on torch shares a sum among its threads."""
+"""From so many values on torch shares one sum, and curves, among its threads; of several sums each is one thread's."""
 SHORT = 7
 """Values of 16 bits that a row of a softmax may have: torch takes longer ones in vectors, and otherwise."""
 SHORT_ROWS = 100_000
@@ -127,7 +127,7 @@ def row_sums(out: Tensor, a: Tensor, number: float, lanes: int | None = None) ->
     out: [..] or [.., 1] and a: [.., N], dense fp32    lanes: default those of torch's kernel
     """
     lanes = lanes or sum_lanes()
-    fits = out.numel() * a.shape[-1] == a.numel() and 0 < a.numel() < MOST_SUMMED
+    fits = out.numel() * a.shape[-1] == a.numel() > 0 and (out.numel() > 1 or a.numel() < MOST_SUMMED)
     if lanes is None or not fits or not a.is_contiguous() or not out.is_contiguous():
         return None
     if not a.dtype == out.dtype == torch.float32:
@@ -172,18 +172,23 @@ def _top(values: Tensor, places: Tensor, a: Tensor, ordered: bool) -> native.Ste
     return native.StepNode(Kind.TOP, shape, *parts, lanes=values.shape[-1], number=float(ordered))
 
 
-def number(out: Tensor, a: Tensor) -> native.StepNode | None:
-    """out, one fp32 number, = a, one int64; None for other types."""
-    if out.dtype != torch.float32 or a.dtype != torch.int64 or out.numel() != 1 or a.numel() != 1:
+def numbers(out: Tensor, a: Tensor) -> list[native.StepNode] | None:
+    """out, dense fp32, = a, as many dense int64; None for other types."""
+    fits = out.dtype == torch.float32 and a.dtype == torch.int64 and out.numel() == a.numel() > 0
+    if not fits or not (out.is_contiguous() and a.is_contiguous()):
         return None
-    return native.StepNode(Kind.NUMBER, (), dense_operand(out), native.Operand(), operand(a))
+    pairs = zip(out.view(-1, 1), a.view(-1, 1), strict=True)
+    return [
+        native.StepNode(Kind.NUMBER, (), dense_operand(to), native.Operand(), operand(t)) for to, t in pairs
+    ]
 
 
-def gather(out: Tensor, table: Tensor, index: Tensor) -> native.StepNode:
-    """out = the row of a table [rows, ..] that index, one int64, says; all dense."""
-    width = out.numel() * out.element_size()
-    parts = (operand(t) for t in (out, table, index))
-    return native.StepNode(Kind.GATHER, (1, 1, table.shape[0], width), *parts)
+def gather(out: Tensor, table: Tensor, index: Tensor) -> list[native.StepNode]:
+    """out [.., width] = the rows of a table [rows, width] that index [..] int64 says; all dense."""
+    rows, width = table.shape
+    shape = 1, 1, rows, width * out.element_size()
+    pairs = zip(out.view(-1, width), index.view(-1, 1), strict=True)
+    return [native.StepNode(Kind.GATHER, shape, operand(to), operand(table), operand(i)) for to, i in pairs]
 
 
 def pick(out: Tensor, a: Tensor, index: Tensor) -> native.StepNode | None:
@@ -333,6 +338,9 @@ def sum_lanes() -> int | None:
     widths = (2, 8, 10, 33, 60, 64, 128, 517, 1000, 2048, 4096, 5120, 7168, 16000)
     rows = [torch.randn(2, width, generator=generator).mul_(1 << 10) for width in widths]
     one_and_more = [part for x in rows for part in (x, x[:1])]
+    one_and_more += [
+        torch.randn(*shape, generator=generator) for shape in ((2, 33000), (8, 5120), (64, 1000))
+    ]
     return _lanes(lambda out, x, n: row_sums(out, x, 1.0, n), lambda x: x.sum(-1), one_and_more)
 
 

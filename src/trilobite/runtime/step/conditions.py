@@ -12,7 +12,7 @@ from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.modules.residence import AsStored, PackedModule
 from trilobite.runtime.step.index import INDICES, index_of
 from trilobite.runtime.step.states import states_of
-from trilobite.runtime.step.unsuited import Unsuited
+from trilobite.runtime.step.unsuited import NotNow, Unsuited
 
 ROWS = (theirs.DynamicLayer, theirs.DynamicSlidingWindowLayer)
 BOTH = (
@@ -82,7 +82,7 @@ def token_name(kwargs: dict[str, Any]) -> str:
 def texts_of_step(kwargs: dict[str, Any], config: PreTrainedConfig) -> int:
     """Of how many texts this is one new token each, in a cache that is transformers' own, and nothing else is asked for.
 
-    0: of none; without an encoder it is of one
+    0: of none
     """
     encoded = kwargs.get("encoder_outputs") is not None
     ids: Any = kwargs.get(token_name(kwargs))
@@ -93,7 +93,6 @@ def texts_of_step(kwargs: dict[str, Any], config: PreTrainedConfig) -> int:
     keep, caches = kwargs.get("logits_to_keep", 0), kwargs.get("use_cache")
     is_step = (
         new == 1
-        and (encoded or texts == 1)
         and ids.is_cpu
         and ids.dtype == torch.int64
         and undisturbed()
@@ -109,10 +108,28 @@ def texts_of_step(kwargs: dict[str, Any], config: PreTrainedConfig) -> int:
 
 
 def _follows(cache: DynamicCache, kwargs: dict[str, Any]) -> bool:
-    """Whether a token stands behind all others, and sees them."""
-    length, position = cache.get_seq_length(), kwargs.get("position_ids")
-    here = position is None or (position.shape == (1, 1) and int(position) == length)
-    return here and _see_all(kwargs.get("attention_mask"), (1, length + 1))
+    """Whether tokens stand behind all others, and see them but for what fills the texts of a batch up in front."""
+    texts, length = len(kwargs["input_ids"]), cache.get_seq_length()
+    mask, position = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if _see_all(mask, (texts, length + 1)):
+        shapes = (1, 1), (texts, 1)
+        return position is None or (position.shape in shapes and bool((position == length).all()))
+    return (
+        texts > 1
+        and type(mask) is Tensor
+        and mask.shape == (texts, length + 1)
+        and bool(mask[:, -1].all() and (mask[:, 1:] >= mask[:, :-1]).all())
+        and type(position) is Tensor
+        and position.shape == (texts, 1)
+    )
+
+
+def padding(kwargs: dict[str, Any]) -> list[int] | None:
+    """How many tokens fill up the texts of a batch in front of each, or None where none does."""
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("encoder_outputs") is not None or mask is None or len(mask) == 1 or bool(mask.all()):
+        return None
+    return (mask == 0).sum(1).tolist()  # type: ignore[no-any-return]
 
 
 def _read_sources(cache: EncoderDecoderCache, kwargs: dict[str, Any]) -> bool:
@@ -142,16 +159,19 @@ def lengths_of_sources(kwargs: dict[str, Any]) -> list[int] | None:
     return mask.sum(1).tolist()  # type: ignore[no-any-return]
 
 
-def is_step_in_pages(kwargs: dict[str, Any]) -> bool:
-    """Whether this is one token of a server's batch."""
+def texts_in_pages(kwargs: dict[str, Any]) -> int:
+    """Of how many texts this is one token each, in a server's batch; 0: of none."""
     ids: Any = kwargs.get("input_ids")
-    return (
+    is_step = (
         type(ids) is Tensor
-        and ids.shape == (1, 1)
+        and ids.dim() == 2
+        and len(ids) == 1
         and kwargs.get("read_index") is not None
+        and len(kwargs["cu_seq_lens_q"]) == ids.shape[1] + 1  # all of them have tokens in a batch
         and kwargs.get("attention_mask") is None
         and undisturbed()
     )
+    return ids.shape[1] if is_step else 0
 
 
 def undisturbed() -> bool:
@@ -204,6 +224,18 @@ def check_model(model: PreTrainedModel) -> None:
         r is None or isinstance(r, AsStored) for r in residences
     ):  # a copy has none before its first call
         raise Unsuited("its experts stream, or lie elsewhere")
+
+
+def check_state(model: PreTrainedModel, cache: TextCache) -> None:
+    """Raises NotNow for what a model is at this moment, and for caches that are not its own."""
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        raise NotNow("there are hooks on its modules")
+    if any("forward" in m.__dict__ for m in model.modules() if m is not model):
+        raise NotNow("modules of it got another forward")
+    if model.training:
+        raise NotNow("it is in training mode")
+    if not is_as_made(cache, model.config):
+        raise NotNow("its cache is of another kind than its configuration's")
 
 
 class Kept:

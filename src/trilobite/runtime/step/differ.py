@@ -15,7 +15,7 @@ def differ(one: Trace, other: Trace) -> str | None:
         return "it does different things at different positions"
     names: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
     for trace, known in zip((one, other), names, strict=True):
-        known.update({id(t): ("input", i) for i, t in enumerate((*trace.inputs, trace.position))})
+        known.update({id(t): ("input", i) for i, t in enumerate(trace.inputs)})
         known.update({id(t): ("state", key) for key, t in trace.states.items()})
     for at, (a, b) in enumerate(zip(*ways, strict=True)):
         sizes = [[(o.shape, o.stride(), o.storage_offset(), o.dtype) for o in n.outputs] for n in (a, b)]

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, dtype
 from transformers import PreTrainedConfig
 
-from trilobite.kernels import ops
 from trilobite.runtime.step.rows import Rows
 from trilobite.runtime.step.unsuited import NotNow
 
@@ -19,7 +18,7 @@ INDICES = {
     "MiniMaxM3VLSparseCacheLayer": ("update_index", "idx_keys"),
 }
 """By kind of a cache's layer (not all releases have the first, one model has the second): its method that takes the keys
-of new tokens, and its field that has all of them, [1, S, width] or [1, 1, S, width]."""
+of new tokens, and its field that has all of them, [B, S, width] or [B, 1, S, width]."""
 
 
 def index_of(layer: Any) -> tuple[str, str] | None:
@@ -41,18 +40,13 @@ class Index:
 
     is_sliding = False
 
-    def __init__(self, field: str, width: int, kind: dtype) -> None:
+    def __init__(self, field: str, width: int, kind: dtype, texts: int) -> None:
         """Empty. field: of the layer that it follows    kind: of the keys."""
         self.field = field
-        self.rows = Rows(1, width, 0, kind, joined=True)
+        self.rows = Rows(1, width, 0, kind, texts=texts, joined=True)
         self.held: Tensor | None = None
         self.keys: Tensor
         self.values: Tensor
-
-    @property
-    def native(self) -> ops.StepCache:
-        """Where the next row is written."""
-        return self.rows.native
 
     def follow(self, layer: Any) -> None:
         """Hold what the layer's index holds, and have room for one more row."""

@@ -67,13 +67,14 @@ def _read_by_matrix(node: Node) -> tuple[int, int, torch.Size] | None:
 class Lowered:
     """A step that runs: `steps` one after the other, on the places of `inputs`, then `logits` is there.
 
-    words: the same memory as `inputs`    rows, states, indices, sources: of the cache's layers
+    inputs: as of the trace    words: where each of them begins    rows, states, indices, sources: of the cache's layers
     fixed: tensors of the model that places or results depend on    nbytes: of all places
+    counts: whether it reads how many tokens the cache has
     """
 
     steps: list[Run]
-    inputs: tuple[Tensor, Tensor]
-    words: tuple[c_int64, c_int64]
+    inputs: tuple[Tensor, ...]
+    words: tuple[c_int64, ...]
     logits: Tensor
     rows: dict[int, Rows]
     states: dict[int, States]
@@ -82,16 +83,26 @@ class Lowered:
     fixed: list[Tensor]
     natives: int
     nbytes: int
+    counts: bool
     keep: list[Any] = field(default_factory=list)
 
-    def follow(self, layers: Sequence[Any], sources: Sequence[Any], lengths: list[int] | None) -> None:
+    def follow(
+        self,
+        layers: Sequence[Any],
+        sources: Sequence[Any],
+        lengths: list[int] | None,
+        padding: list[int] | None,
+    ) -> None:
         """Hold what a cache's layers hold, and have room for one more row. Raises NotNow for caches of other models.
 
         sources: layers that hold keys and values of sources    lengths: of these, where some are shorter than others
+        padding: tokens that only fill texts up, in front of each
         """
         for i, source in self.sources.items():
             source.follow(sources[i], lengths)
-        groups: tuple[Mapping[int, Rows | States | Index], ...] = (self.rows, self.states, self.indices)
+        for i, rows in self.rows.items():
+            rows.follow(layers[i], padding)
+        groups: tuple[Mapping[int, States | Index], ...] = (self.states, self.indices)
         for held in groups:
             for i, each in held.items():
                 each.follow(layers[i])
@@ -139,6 +150,8 @@ class Lowering:
         self.chunks = {n.what: n.kwargs["chunk"] for n in attending}
         self._fold()
         nodes = side_by_side(live(self.running, [logits, *trace.states.values()]))
+        read = {storage(t) for n in nodes for t in tensors_in((n.args, arguments(n)))}
+        self.counts = storage(trace.inputs[2]) in read
         self.places = self._arrange(nodes, storage(logits))
         for node in nodes:
             self._emit(node)
@@ -236,8 +249,10 @@ class Lowering:
         args, kwargs = self.placed(node.args), self.placed(node.kwargs)
         if node.kind == "module":
             self.steps.append((Copied(node.what.forward, [self.place(node.outputs[0])]), args, kwargs))
-        elif changed(node):
-            self.steps.append((node.what, args, kwargs))
+        elif written := {storage(t) for t in changed(node)}:
+            call = Copied(node.what, self.placed(node.outputs))
+            alone = all(storage(o) in written for o in node.outputs)
+            self.steps.append((node.what if alone else call, args, kwargs))
         else:
             self.steps.append(self._torch_call(node, args, kwargs))
 
@@ -295,23 +310,22 @@ class Lowering:
         if not joined:
             texts_of = zip(key, value, rows.natives, strict=True)
             return [ops.step.append_row(k[:, 0], v[:, 0], native) for k, v, native in texts_of]
-        if texts > 1:
-            raise Unsuited("its cache holds latents of several texts")
-        row = torch.empty(heads, width + beside, dtype=key.dtype)
+        row = torch.empty(texts, heads, width + beside, dtype=key.dtype)
         self.keep.append(row)
-        parts = (row[:, :width], key[0, :, 0]), (row[:, width:], value[0, :, 0])
+        parts = (row[..., :width], key[:, :, 0]), (row[..., width:], value[:, :, 0])
         return [
             *(ops.step.elementwise(ops.step.Kind.COPY, to, t) for to, t in parts if t.numel()),
-            ops.step.append_row(row, row, rows.native),
+            *(ops.step.append_row(r, r, native) for r, native in zip(row, rows.natives, strict=True)),
         ]
 
     def _index(self, node: Node) -> list[Any]:
-        key = self.place(node.args[0])
-        if key.numel() != key.shape[-1] or not key.is_contiguous() or node.what in self.indices:
+        key, texts = self.place(node.args[0]), len(self.inputs[0])
+        one_each = key.numel() == texts * key.shape[-1] and len(key) == texts
+        if not one_each or not key.is_contiguous() or node.what in self.indices:
             raise Unsuited(f"its index of keys takes some of shape {list(key.shape)}")
-        row = key.view(1, -1)
-        index = self.indices[node.what] = Index(node.kwargs["field"], row.shape[1], row.dtype)
-        return [ops.step.append_row(row, row, index.native)]
+        rows = key.view(texts, 1, -1)
+        index = self.indices[node.what] = Index(node.kwargs["field"], rows.shape[2], rows.dtype, texts)
+        return [ops.step.append_row(r, r, native) for r, native in zip(rows, index.rows.natives, strict=True)]
 
     def _attend(self, node: Node) -> list[Any]:
         (query,), (made,), sources = node.args, node.outputs, node.kwargs["source"]
@@ -357,11 +371,8 @@ def lower(trace: Trace, logits: Tensor) -> Lowered:
     made = Lowering(trace, logits)
     return Lowered(
         steps=made.steps,
-        inputs=(made.inputs[0], made.inputs[1]),
-        words=(
-            c_int64.from_address(made.inputs[0].data_ptr()),
-            c_int64.from_address(made.inputs[1].data_ptr()),
-        ),
+        inputs=made.inputs,
+        words=tuple(c_int64.from_address(t.data_ptr()) for t in made.inputs),
         logits=made.logits,
         rows=made.rows,
         states={at: States(places) for at, places in made.states_by_layer().items()},
@@ -370,5 +381,6 @@ def lower(trace: Trace, logits: Tensor) -> Lowered:
         fixed=list(made.fixed.values()),
         natives=made.natives,
         nbytes=made.memory.nbytes,
+        counts=made.counts,
         keep=made.keep,
     )

@@ -1,6 +1,7 @@
 """Keys and values of one layer in memory with room for more: a new token is written behind those that are there, or
 where a server has a place for it."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,8 +87,11 @@ class Rows:
         self.ahead: list[tuple[Tensor, Tensor]] = []
         self.copied = False
 
-    def follow(self, layer: Any) -> None:
-        """Hold what the layer holds, and have room for one more row."""
+    def follow(self, layer: Any, padding: list[int] | None = None) -> None:
+        """Hold what the layer holds, and have room for one more row.
+
+        padding: tokens that only fill texts up, in front of each, where there are some
+        """
         views, native = self.views, self.native
         if (
             views is None
@@ -97,10 +101,14 @@ class Rows:
         ):
             self._copy(layer)
         first = max(0, native.end + 1 - layer.sliding_window) if layer.is_sliding else 0
-        if self.chunk is not None:
-            first = native.end - layer.get_seq_length() % self.chunk
-        for each in self.natives:
-            each.first = first
+        if self.chunk is None and padding is None:
+            for each in self.natives:
+                each.first = first
+            return
+        length = layer.get_seq_length()
+        for each, before in zip(self.natives, padding or [0] * len(self.natives), strict=True):
+            begin = before if self.chunk is None else length - (length - before) % self.chunk
+            each.first = max(first, begin - (length - native.end))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -150,10 +158,11 @@ class Rows:
             rows = 2, first, last - first
             self.ahead.append((self.keys.narrow(*rows), self.values.narrow(*rows)))
 
-    def lie_in(self, keys: Tensor, values: Tensor, index: Tensor) -> None:
-        """Be the rows of others' memory that index says, the last of them for the new token.
+    def lie_in(self, keys: Tensor, values: Tensor, index: Tensor, starts: list[int]) -> None:
+        """Be the rows of others' memory that index says, the last of each text's for its new token.
 
         keys, values: [rows, heads, width], dense    index: [S] int64, dense
+        starts: where in the index each text begins, and the end of the last one
         """
         if self.joined:
             raise Unsuited("its pages hold keys and values, where its own cache holds latents")
@@ -166,11 +175,14 @@ class Rows:
         if index.dtype != torch.int64 or not index.is_contiguous():
             raise Unsuited("rows of its pages are counted otherwise")
         self.forget()
-        native = self.native
-        native.k, native.v, native.rows = keys.data_ptr(), values.data_ptr(), index.data_ptr()
-        native.first, native.end, native.capacity, native.limit = 0, len(index) - 1, len(index), len(keys)
-        native.row_stride, native.head_stride = self.heads * self.width, self.width
-        native.bytes = keys.nbytes
+        where = keys.data_ptr(), values.data_ptr()
+        for native, (first, end) in zip(self.natives, pairwise(starts), strict=True):
+            native.k, native.v = where
+            native.rows = index.data_ptr() + first * index.element_size()
+            count = end - first
+            native.first, native.end, native.capacity, native.limit = 0, count - 1, count, len(keys)
+            native.row_stride, native.head_stride = self.heads * self.width, self.width
+            native.bytes = keys.nbytes
 
     def forget(self) -> None:
         """Hold nothing: what was written is not known."""

@@ -77,7 +77,7 @@ def _curve(kind: Kind) -> Callable[..., Nodes]:
 
 def _to_copy(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     if args[0].dtype == torch.int64:
-        return _one(ops.step.number(out, args[0]))
+        return ops.step.numbers(out, args[0])
     if out.dtype == torch.bool:
         return None if _lies_across(out, args[0]) else _one(ops.step.truth(out, args[0]))
     return _copy(out, args, kwargs)
@@ -204,39 +204,42 @@ def _dense(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
 
 def _convolve(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     x, state, w, bias, silu = args
-    if not _are_one_text(out, x, state) or not w.is_contiguous():
+    if not _are_dense(out, x, state, w):
         return None
-    return [ops.step.with_state(ops.states.convolution(out[0], x[0], state[0], w, bias, silu))]
+    calls = [ops.states.convolution(out[i], x[i], state[i], w, bias, silu) for i in range(len(out))]
+    return list(map(ops.step.with_state, calls))
 
 
 def _delta(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
-    *inputs, normed = args
-    if not _are_one_text(out, *inputs):
+    q, k, v, decay, beta, state, normed = args
+    if not _are_dense(out, q, k, v, decay, beta, state):
         return None
-    q, k, v, decay, beta, state = (t[0] for t in inputs)
-    return [ops.step.with_state(ops.states.delta(out[0], q, k, v, decay, beta, state, normed))]
+    calls = [
+        ops.states.delta(out[i], q[i], k[i], v[i], decay[i], beta[i], state[i], normed)
+        for i in range(len(out))
+    ]
+    return list(map(ops.step.with_state, calls))
 
 
 def _scan(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     x, b, c, step, decay, skip, state = args
-    if not _are_one_text(out, x, b, c, step, state):
+    if not _are_dense(out, x, b, c, step, state):
         return None
-    return [ops.step.with_state(ops.states.scan(out[0], x[0], b[0], c[0], step[0], decay, skip, state[0]))]
+    calls = [
+        ops.states.scan(out[i], x[i], b[i], c[i], step[i], decay, skip, state[i]) for i in range(len(out))
+    ]
+    return list(map(ops.step.with_state, calls))
 
 
-def _are_one_text(*tensors: Tensor) -> bool:
-    return all(len(t) == 1 and t.is_contiguous() for t in tensors)
+def _are_dense(*tensors: Tensor) -> bool:
+    return all(t.is_contiguous() for t in tensors)
 
 
 def _embedding(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nodes:
     table, index = args[:2]
-    if (
-        index.numel() != 1
-        or index.dtype != torch.int64
-        or not (table.is_contiguous() and out.is_contiguous())
-    ):
+    if index.dtype != torch.int64 or not all(t.is_contiguous() for t in (table, index, out)):
         return None
-    return [ops.step.gather(out, table, index)]
+    return ops.step.gather(out, table, index)
 
 
 _OPERATORS: dict[Any, Callable[..., Nodes]] = {

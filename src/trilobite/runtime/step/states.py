@@ -5,6 +5,7 @@ its own for the while; the layer that had it before gets a copy.
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:
     """What a layer holds, by its kind and number; nothing where it keeps rows alone."""
     found = ((kind, i, t) for kind in KINDS for i, t in getattr(layer, kind, {}).items())
     return {(kind, i): t for kind, i, t in found if t is not None}
+
+
+def states_by_layer(layers: Sequence[Any]) -> dict[tuple[int, str, int], Tensor]:
+    """Of all layers of a cache, by layer, kind and number."""
+    return {(at, *key): t for at, layer in enumerate(layers) for key, t in states_of(layer).items()}
+
+
+def plain_states(layers: Sequence[Any]) -> dict[tuple[int, str, int], Tensor]:
+    """Those of all layers of a cache, after such as only inference mode may change got copies in their places."""
+    for (at, kind, i), t in states_by_layer(layers).items():
+        if t.is_inference():
+            getattr(layers[at], kind)[i] = t.clone()
+    return states_by_layer(layers)
 
 
 class States:

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from trilobite.runtime import attention as attention_of_models
 from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.modules.residence import PackedModule
-from trilobite.runtime.step.conditions import layers_of, sources_of, token_name
+from trilobite.runtime.step.conditions import layers_of, padding, sources_of, token_name
 from trilobite.runtime.step.index import index_of
-from trilobite.runtime.step.states import states_of
+from trilobite.runtime.step.states import plain_states, states_by_layer
 from trilobite.runtime.step.unsuited import Unsuited
 
 
@@ -39,17 +39,17 @@ class Node:
 
 @dataclass(kw_only=True, eq=False)
 class Trace:
-    """A step. inputs: tokens of all texts [texts, 1] and their position [1, 1], int64    result: what the model returned
+    """A step. result: what the model returned
 
-    position: the second input as a number, []
+    inputs: tokens of all texts [texts, 1], their positions [texts, 1] or that of all [1, 1], and of how many tokens the
+    cache knew [], int64
     states: of layers of the cache, tensors of a fixed size that the step reads and changes
     choices: what was made of the keys of an index, by storage: kept, so that no other tensor gets that
-    masks: what was made of masks that the model was given, likewise
+    masks: those that the model was given for its own texts, and what was made of masks, likewise
     called: the modules that ran
     """
 
-    inputs: tuple[Tensor, Tensor]
-    position: Tensor
+    inputs: tuple[Tensor, Tensor, Tensor]
     states: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     choices: dict[int, Tensor] = field(default_factory=dict)
@@ -156,7 +156,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace, self.quiet, self.owner = trace, 0, threading.get_ident()
-        self.at = int(trace.position)
+        self.at = int(trace.inputs[2])
+        self.padding: Tensor | None = None
+        """Tokens in front of each text [texts, 1] that only fill it up; None where there are none."""
         self.rows: dict[int, int] = {}
         """Layer of the cache by id of a tensor of all its keys, or of all its values."""
         self.chunks: dict[int, int] = {}
@@ -185,17 +187,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs = result if isinstance(result, tuple | list) else (result,)
             if any(o is not None and type(o) is not Tensor for o in outputs):
                 raise Unsuited(f"{func} returns a {type(result).__name__}")
-            args = self._with_position(func, args)
+            args = self._with_length(func, args)
             self.note("torch", func, args, kwargs, tuple(o for o in outputs if o is not None))
         return result
 
-    def _with_position(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments; of `torch.arange(n) + past`, as models count tokens, the position in the place of its value."""
+    def _with_length(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments; of `torch.arange(n) + past`, as models count tokens, the input in the place of its value."""
         if func != torch.ops.aten.add.Tensor or type(args[1]) is not int or args[1] != self.at:
             return args
         whole = args[0].dtype in (torch.int32, torch.int64)
-        counts = whole and storage(args[0]) != storage(self.trace.position)
-        return (args[0], self.trace.position) if counts else args
+        counts = whole and storage(args[0]) not in map(storage, self.trace.inputs)
+        return (args[0], self.trace.inputs[2]) if counts else args
 
     def note(self, kind: str, what: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...]) -> None:
         args = tuple(list(a) if isinstance(a, list) else a for a in args)
@@ -289,6 +291,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return recorded
 
+    def _visible(self, length: int, chunk: int | None) -> Tensor:
+        """Which of the newest rows of the cache a list lets texts look at: [1 or texts, 1, 1, length] bool."""
+        before = torch.zeros(1, 1, dtype=torch.int64) if self.padding is None else self.padding
+        first = before if chunk is None else self.at - (self.at - before) % chunk
+        rows = torch.arange(self.at + 1 - length, self.at + 1)
+        return (rows >= first)[:, None, None]
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any, made: Tensor
     ) -> None:
@@ -300,12 +309,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise Unsuited("it attends to more, or less, than what the cache holds")
         chunk, length = None if source else self.chunks.get(layer), key.shape[2]
         with self.silence():
-            skipped = 0 if chunk is None else max(0, length - 1 - self.at % chunk)
             seen = mask if mask is not None else torch.ones(length, dtype=torch.bool)
             if source:  # a text is seen up to its end
                 skips = not bool(seen[..., 0].all() and (seen[..., 1:] <= seen[..., :-1]).all())
             else:
-                skips = bool(seen[..., :skipped].any()) or not bool(seen[..., skipped:length].all())
+                skips = bool((seen[..., :length] != self._visible(length, chunk)).any())
             if skips:
                 raise Unsuited("its attention skips rows of the cache")
         noted = {"scale": kwargs.get("scaling"), "window": kwargs.get("sliding_window"), "chunk": chunk}
@@ -335,13 +343,14 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
     """Run a step of a model, and write it down.
 
     arguments: the token by the model's name for it, `position_ids`, which one with an encoder does not get, the
-    cache, and more
+    cache, and more; a mask is that of the source, or says what only fills texts up
     Raises Unsuited for what a list cannot say; then the cache may hold rows of this step already.
     """
     token = token_name(arguments)
     ids, positions = (arguments[name].clone() for name in (token, "position_ids"))
     cache = arguments[CACHE]
-    trace = Trace(inputs=(ids, positions), position=positions.view(()), states=_plain_states(cache))
+    length = torch.tensor(cache.get_seq_length())
+    trace = Trace(inputs=(ids, positions, length), states=plain_states(layers_of(cache)))
     recorder = _Recorder(trace)
     recorder.chunks = _chunks(model.config.get_text_config())
     packed = [m for m in model.modules() if isinstance(m, PackedModule)]
@@ -352,6 +361,10 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
             if callable(made := getattr(module, "compute_bias", None)):
                 stack.enter_context(_replaced(module, "compute_bias", recorder.bias(module, made)))
         sources = sources_of(cache)
+        if (before := padding(arguments)) is not None:
+            recorder.padding = torch.tensor(before)[:, None]
+            mask = arguments["attention_mask"]
+            trace.masks[storage(mask)] = mask
         own = cache.self_attention_cache if sources else cache
         stack.enter_context(_replaced(own, "update", recorder.update(own.update)))
         for at, source in enumerate(sources):
@@ -371,7 +384,7 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
         if sources:
             del given["position_ids"]
         trace.result = forward(**given)
-    now = _states(cache)
+    now = states_by_layer(layers_of(cache))
     if any(now[key] is not t for key, t in trace.states.items()):
         raise Unsuited("it puts other states in the place of its cache's")
     return trace
@@ -381,17 +394,3 @@ def _chunks(config: Any) -> dict[int, int]:
     """Tokens of a chunk, by layer of those that attend in chunks."""
     kinds = getattr(config, "layer_types", None) or ()
     return {at: config.attention_chunk_size for at, kind in enumerate(kinds) if kind == "chunked_attention"}
-
-
-def _plain_states(cache: Any) -> dict[tuple[int, str, int], Tensor]:
-    """Those of all layers of a cache, after such as only inference mode may change got copies in their places."""
-    for (at, kind, i), t in _states(cache).items():
-        if t.is_inference():
-            getattr(layers_of(cache)[at], kind)[i] = t.clone()
-    return _states(cache)
-
-
-def _states(cache: Any) -> dict[tuple[int, str, int], Tensor]:
-    """Of all layers of a cache."""
-    layers = enumerate(layers_of(cache))
-    return {(at, *key): t for at, layer in layers for key, t in states_of(layer).items()}
