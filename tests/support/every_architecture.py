@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -313,13 +313,8 @@ def replayed(packed: Path) -> str:
     if not isinstance(step, Step):
         return "no native library"
     with quiet():
-        del model.forward
-        try:
-            theirs = _decoded(model)
-        except Exception as e:
-            return f"{ITS_OWN_FAIL}: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
-        model.forward = step
-        assert all(map(torch.equal, _decoded(model), theirs)), "steps that are replayed have other logits"
+        if fails := _differs(model, step, _decoded):
+            return fails
         chooses = step.most not in (None, math.inf)
         if chooses:
             step.prepare()  # on a text of which all is chosen
@@ -331,19 +326,28 @@ def replayed(packed: Path) -> str:
     return "yes, while all rows are chosen" if chooses else "yes"
 
 
+def _differs(
+    model: PreTrainedModel, step: Step, decoded: Callable[[PreTrainedModel], list[Tensor]]
+) -> str | None:
+    """How a model's own steps fail, or None where both ways make the same bits."""
+    del model.forward
+    try:
+        theirs = decoded(model)
+    except Exception as e:
+        return f"{ITS_OWN_FAIL}: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
+    finally:
+        model.forward = step
+    assert all(map(torch.equal, decoded(model), theirs)), "steps that are replayed have other logits"
+    return None
+
+
 def _of_batches(model: PreTrainedModel, step: Step) -> str | None:
     """Why steps of a batch, whose texts are filled up in front, are the model's own; None where a list has them."""
     if model.config.is_encoder_decoder:
         return None  # docs/translation.md
     with quiet():
-        del model.forward
-        try:
-            theirs = _batch_decoded(model)
-        except Exception as e:
-            return f"{ITS_OWN_FAIL}: {type(e).__name__}: {' '.join(str(e).split())[:120]}"
-        finally:
-            model.forward = step
-        assert all(map(torch.equal, _batch_decoded(model), theirs)), "steps of batches have other logits"
+        if fails := _differs(model, step, _batch_decoded):
+            return fails
     several = step.others.steps[TEXTS]
     return None if several.right else several.why or "no list"
 
