@@ -124,18 +124,15 @@ def test_texts_side_by_side_are_replayed(name: str, tmp_path: Path, monkeypatch:
     try:
         assert [r.generated_tokens for r in results(batching, prompts, 70)] == wanted
         several = step.others.steps[3]
-        windows = (
-            getattr(model.config, "sliding_window", None) is not None
-        )  # of which pages keep some rows alone
-        assert several.right
-        assert several.compared_in_pages == (not windows)
-        assert ran[3] >= 50 * (not windows)
+        paged = getattr(model.config, "sliding_window", None) is None  # of windows pages keep some rows alone
+        assert several.right == several.compared_in_pages == paged
+        assert (ran[3] > 20) == paged
         before = ran[3]
         assert [r.generated_tokens for r in results(batching, prompts, 30)] == [t[:30] for t in wanted]
-        assert ran[3] >= before + 25 * (not windows)
+        assert (ran[3] > before) == paged
         monkeypatch.setattr(StepList, "_run_list", lambda _, ready, *where: run(_, ready, *where) * 0)
-        made = [r.generated_tokens for r in results(batching, prompts, 10)]
-        assert all(t[-4:] == [0] * 4 for t in made) != windows
+        made = [r.generated_tokens for r in results(batching, prompts, 30)]
+        assert any(0 in t[-20:] for t in made) == paged
     finally:
         batching.stop()
 

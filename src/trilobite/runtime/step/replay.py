@@ -131,6 +131,8 @@ class Step(StepList):
             return self._forward(**kwargs)
         self.others.turn_to(texts, self)
         if texts > 1 and step.ready is None:
+            if self.ready is None or any(pages.of(kwargs, i) is None for i in self.ready.rows):
+                return self._forward(**kwargs)  # a list would not run here
             with pages.aside():
                 step.prepare()
             step.look_at_configs()
