@@ -91,7 +91,7 @@ def _kept(module: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tu
     return key[0].transpose(0, 1), value[0].transpose(0, 1), torch.arange(key.shape[2], device=key.device)
 
 
-def pages_of(kwargs: dict[str, Any], layer: int) -> tuple[Tensor, Tensor, Tensor, list[int]] | None:
+def pages_of(kwargs: dict[str, Any], layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """All keys and values of a layer, [.., kv heads, D], which rows of them the texts of a batch have, in order.
 
     And where in these each text begins, and the last one ends. None where a layer keeps only some, and where no text has
@@ -102,8 +102,7 @@ def pages_of(kwargs: dict[str, Any], layer: int) -> tuple[Tensor, Tensor, Tensor
     if not allocator.supports_block_table or not rows.numel():
         return None
     keys, values = (pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(layer))
-    starts = kwargs["cu_seq_lens_k"][allocator.layer_type].tolist()
-    return keys, values, rows, starts
+    return keys, values, rows, kwargs["cu_seq_lens_k"][allocator.layer_type]
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:

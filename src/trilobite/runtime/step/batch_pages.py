@@ -16,5 +16,5 @@ class BatchPages:
     aside: for the while, the model attends as elsewhere
     """
 
-    of: Callable[[dict[str, Any], int], tuple[Tensor, Tensor, Tensor, list[int]] | None]
+    of: Callable[[dict[str, Any], int], tuple[Tensor, Tensor, Tensor, Tensor] | None]
     aside: Callable[[], AbstractContextManager[None]]

@@ -40,7 +40,7 @@ class Step(StepList):
     def __init__(self, model: PreTrainedModel) -> None:
         """Nothing is known yet."""
         super().__init__(model)
-        self.others: Others[StepList] = Others()
+        self.others = Others()
         self.lock = threading.Lock()
         self.looked = self.was_long = False
         self.most: float | None = None
@@ -95,21 +95,14 @@ class Step(StepList):
         encodes = kwargs.get("encoder_outputs") is not None
         if self.why is not None and not self.wait and not encodes:
             return None
-        texts = texts_of_step(kwargs, self.model.config)
-        if texts > 1:
+        if texts := texts_of_step(kwargs, self.model.config):
             return functools.partial(self._step_of, texts)
-        if texts == 1:
-            return self._step_alone if self.may_go() and self._chooses_all(kwargs[CACHE]) else None
         if self.pages is None or not (texts := texts_in_pages(kwargs)):
             return None
         return functools.partial(self._step_in_pages, texts, self.pages)
 
-    def _step_alone(self, kwargs: dict[str, Any]) -> Any:
-        self.others.turn_to(1, self)
-        return self.step(kwargs)
-
     def _step_of(self, texts: int, kwargs: dict[str, Any]) -> Any:
-        """A step of several texts: by their list, once there were enough of them."""
+        """A step of so many texts: by their list, once there were enough of them."""
         step = self._list_of(texts)
         if step is None or not self._chooses_all(kwargs[CACHE]):
             return self._forward(**kwargs)
@@ -117,19 +110,19 @@ class Step(StepList):
 
     def _list_of(self, texts: int) -> StepList | None:
         """What has the list for so many texts, or makes it now."""
-        step = self.others.of(texts, functools.partial(StepList, self.model))
+        step = self if texts == 1 else self.others.of(texts, functools.partial(StepList, self.model))
         if step is None or not step.may_go():
             return None
         self.others.turn_to(texts, self)
-        step.recorded = 1 if self.others.know_one(self, step) else RECORDED
+        if texts > 1:
+            step.recorded = 1 if self.others.know_one(self, step) else RECORDED
         return step
 
     def _step_in_pages(self, texts: int, pages: BatchPages, kwargs: dict[str, Any]) -> Any:
         """A step of texts whose rows lie in a server's pages."""
-        step = self if texts == 1 else self._list_of(texts)
+        step = self._list_of(texts)
         if step is None or None in (self.compared_in_pages, step.compared_in_pages):
             return self._forward(**kwargs)
-        self.others.turn_to(texts, self)
         if texts > 1 and step.ready is None:
             if self.ready is None or any(pages.of(kwargs, i) is None for i in self.ready.rows):
                 return self._forward(**kwargs)  # a list would not run here

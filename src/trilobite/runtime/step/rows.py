@@ -158,11 +158,11 @@ class Rows:
             rows = 2, first, last - first
             self.ahead.append((self.keys.narrow(*rows), self.values.narrow(*rows)))
 
-    def lie_in(self, keys: Tensor, values: Tensor, index: Tensor, starts: list[int]) -> None:
+    def lie_in(self, keys: Tensor, values: Tensor, index: Tensor, starts: Tensor) -> None:
         """Be the rows of others' memory that index says, the last of each text's for its new token.
 
         keys, values: [rows, heads, width], dense    index: [S] int64, dense
-        starts: where in the index each text begins, and the end of the last one
+        starts: where in the index each text begins, and the end of the last one, [texts + 1]
         """
         if self.joined:
             raise Unsuited("its pages hold keys and values, where its own cache holds latents")
@@ -176,7 +176,7 @@ class Rows:
             raise Unsuited("rows of its pages are counted otherwise")
         self.forget()
         where = keys.data_ptr(), values.data_ptr()
-        for native, (first, end) in zip(self.natives, pairwise(starts), strict=True):
+        for native, (first, end) in zip(self.natives, pairwise(starts.tolist()), strict=True):
             native.k, native.v = where
             native.rows = index.data_ptr() + first * index.element_size()
             count = end - first

@@ -127,7 +127,8 @@ class StepList:
 
     def step(self, kwargs: dict[str, Any]) -> Any:
         """What the model returns of a step: recorded, run both ways, or from the list."""
-        if padding(kwargs) is not None and not self.compared_padded:
+        before = padding(kwargs)
+        if before is not None and not self.compared_padded:
             self.compared_padded = True
             self.compared = min(self.compared, COMPARED - 1)  # once more, beside what skips rows
         if self.wait:
@@ -141,8 +142,8 @@ class StepList:
             if self.ready is None:
                 return self._record(kwargs)
             if self.compared < COMPARED:
-                return self._compare(kwargs)
-            return self._run(kwargs)
+                return self._compare(kwargs, before)
+            return self._run(kwargs, before)
         except Unsuited as e:
             self._fall_back(e)
             return self._forward(**kwargs)
@@ -209,12 +210,15 @@ class StepList:
     def _forget(self) -> None:
         self.ready, self.traces = None, []
 
-    def _run(self, kwargs: dict[str, Any]) -> Any:
-        """What the model returns, and one more row in every layer of the cache that takes them."""
+    def _run(self, kwargs: dict[str, Any], before: list[int] | None) -> Any:
+        """What the model returns, and one more row in every layer of the cache that takes them.
+
+        before: tokens that only fill texts up, in front of each
+        """
         ready, cache = self.ready, kwargs[CACHE]
         assert ready is not None
         layers, at = layers_of(cache), cache.get_seq_length()
-        ready.follow(layers, sources_of(cache), lengths_of_sources(kwargs), padding(kwargs))
+        ready.follow(layers, sources_of(cache), lengths_of_sources(kwargs), before)
         position = at if self.texts == 1 else self._positions(kwargs)
         try:
             logits = self._run_list(ready, kwargs[token_name(kwargs)], position, at)
@@ -266,14 +270,14 @@ class StepList:
             self.compared_in_pages = True
         return self._output(logits=logits)
 
-    def _compare(self, kwargs: dict[str, Any]) -> Any:
+    def _compare(self, kwargs: dict[str, Any], before: list[int] | None) -> Any:
         cache = kwargs[CACHE]
         kept = Kept(cache)
         expected = self._forward(**kwargs)
         after = Kept(cache)
         kept.restore()
         try:
-            made = self._run(kwargs)
+            made = self._run(kwargs, before)
         except BaseException as e:
             kept.restore()
             raise _unsuited(e) from e

@@ -2,9 +2,8 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
 
-from trilobite.runtime.step.lower import Lowered
+from trilobite.runtime.step.step_list import StepList
 
 WORTH = 8
 """Steps of so many texts before a list for them is made."""
@@ -14,32 +13,16 @@ MOST_BYTES = 1 << 28
 """Of all lists: the eldest go first."""
 
 
-class Listed(Protocol):
-    """What has a list, or makes one."""
-
-    ready: Lowered | None
-
-    @property
-    def right(self) -> bool:
-        """Whether it has a list that made the bits of the model's own."""
-
-    def rest(self) -> bool:
-        """Texts go on elsewhere: keep nothing of them. returns: whether half a list was lost."""
-
-
-L = TypeVar("L", bound=Listed)
-
-
-class Others(Generic[L]):
+class Others:
     """Those for more than one text. running: the number of texts of the newest step."""
 
     def __init__(self) -> None:
         """None yet."""
-        self.steps: OrderedDict[int, L] = OrderedDict()
+        self.steps: OrderedDict[int, StepList] = OrderedDict()
         self.met: Counter[int] = Counter()
         self.running = 1
 
-    def of(self, texts: int, make: Callable[[int], L]) -> L | None:
+    def of(self, texts: int, make: Callable[[int], StepList]) -> StepList | None:
         """The one for so many texts, once there were enough of them."""
         self.met[texts] += texts <= MOST_TEXTS
         if self.met[texts] <= WORTH:
@@ -48,11 +31,11 @@ class Others(Generic[L]):
             self.steps[texts] = make(texts)
         return self.steps[texts]
 
-    def know_one(self, one: L, but: L) -> bool:
+    def know_one(self, one: StepList, but: StepList) -> bool:
         """Whether a list is right already, of another number of texts than `but`'s. one: the one for one text."""
         return any(step.right for step in (one, *self.steps.values()) if step is not but)
 
-    def turn_to(self, texts: int, one: L) -> None:
+    def turn_to(self, texts: int, one: StepList) -> None:
         """The next step is of so many texts. one: the one for one text."""
         if texts == self.running:
             return
