@@ -98,12 +98,17 @@ int trilobite_experts(const trilobite_experts_args *args) {
   });
 }
 
-int trilobite_attention(const trilobite_attention_args *args) {
+int trilobite_attention(const trilobite_attention_args *args) { return trilobite_attentions(args, 1); }
+
+int trilobite_attentions(const trilobite_attention_args *calls, int64_t count) {
   return guarded([&] {
-    trilobite_attention_args a = *args;
-    a.threads = threads_of(a.threads);
-    if (!known_dtype(a.dtype)) return fail("attention: unknown element type");
-    return attention(a);
+    for (int64_t i = 0; i < count; i++) {
+      const trilobite_attention_args &a = calls[i];
+      if (!known_dtype(a.dtype)) return fail("attention: unknown element type");
+      if (a.dtype != calls->dtype || a.heads != calls->heads || a.kv_heads != calls->kv_heads || a.width != calls->width)
+        return fail("attention: calls of several types or shapes");
+    }
+    return count < 1 || attention(calls, count, threads_of(calls->threads));
   });
 }
 

@@ -39,8 +39,9 @@ bool check_experts(const trilobite_experts_args &a);
 // False after leaving a message: the table of experts does not fit the slab.
 bool experts(const trilobite_experts_args &a);
 
-// False after leaving a message: sizes that do not fit, or rows that the cache does not have.
-bool attention(const trilobite_attention_args &a);
+// `count` calls of one shape and type, of at least a text each where these are several; the bits of each are those it has
+// alone. False after leaving a message: sizes that do not fit, or rows that the cache does not have.
+bool attention(const trilobite_attention_args *calls, int64_t count, int threads);
 
 // Largest number of heads and tokens, and sides of a dense matrix: of products of three that are bytes fit 63 bits.
 constexpr int64_t MOST_DENSE = 1 << 20;

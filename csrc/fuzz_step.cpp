@@ -133,7 +133,7 @@ struct List {
     n.b = slot(count * k * size, dtype);
     if (pick(0, 1)) n.c = slot(count * size, dtype);
   }
-  // A new row, and attention over all of them.
+  // A new row, and attention over all of them, of one text or of some.
   void add_attention() {
     const int64_t kv_heads = pick(1, 3), heads = kv_heads * pick(1, 3), width = 16 * pick(1, 5), dtype = pick(0, 2);
     const int64_t limit = pick(1, 20), size = size_of(dtype);
@@ -149,11 +149,13 @@ struct List {
     put.shape[2] = kv_heads, put.shape[3] = width, put.lanes = pick(0, 1) ? width : pick(1, width), put.call = &cache;
     put.a = slot(kv_heads * width * size, dtype), put.b = slot(kv_heads * put.lanes * size, dtype);
     put.a.stride[2] = width, put.b.stride[2] = put.lanes, put.a.stride[3] = put.b.stride[3] = 1;
-    trilobite_step_node &n = add(TRILOBITE_ATTEND);
-    n.shape[1] = heads, n.shape[2] = kv_heads, n.shape[3] = width, n.call = &cache, n.number = 0.2f;
-    n.out = slot(heads * width * size, dtype), n.a = slot(heads * width * size, dtype);
-    if (pick(0, 1)) n.b = slot(heads * 4, TRILOBITE_F32);
-    if (pick(0, 1)) n.lanes = pick(1, 5), n.c = slot(heads * n.lanes * 4, TRILOBITE_F32);
+    for (int64_t texts = pick(1, 3); texts > 0; texts--) {
+      trilobite_step_node &n = add(TRILOBITE_ATTEND);
+      n.shape[1] = heads, n.shape[2] = kv_heads, n.shape[3] = width, n.call = &cache, n.number = 0.2f;
+      n.out = slot(heads * width * size, dtype), n.a = slot(heads * width * size, dtype);
+      if (pick(0, 1)) n.b = slot(heads * 4, TRILOBITE_F32);
+      if (pick(0, 1)) n.lanes = pick(1, 5), n.c = slot(heads * n.lanes * 4, TRILOBITE_F32);
+    }
   }
 
   explicit List(int64_t length) {

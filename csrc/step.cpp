@@ -1,4 +1,5 @@
 // A decoding step: nodes whose tensors keep their places, one after the other, without anything of Python in between.
+#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
@@ -17,6 +18,8 @@ int refuse(const char *what, int64_t found, int64_t limit) {
   fail("step: %s %lld of %lld", what, (long long)found, (long long)limit);
   return TRILOBITE_REFUSED;
 }
+
+constexpr int64_t MOST_ATTENDING = 64;  // texts of one call
 
 using Placed = std::pair<float, int64_t>;
 
@@ -112,20 +115,40 @@ int append(const trilobite_step_node &n) {
   return 0;
 }
 
-int attend(const trilobite_step_node &n, int64_t threads) {
-  const auto &cache = *(const trilobite_step_cache *)n.call;
-  if (cache.first < 0 || cache.first >= cache.end || cache.end > cache.capacity)
-    return refuse("row", cache.first, cache.end);
-  const int64_t heads = n.shape[1], width = n.shape[3], starts[2] = {0, cache.end - cache.first};
-  if (!lies(cache, n.a.dtype, n.shape[2], width)) return TRILOBITE_REFUSED;
-  trilobite_attention_args a{};
-  a.q = n.a.data, a.k = cache.k, a.v = cache.v, a.y = n.out.data;
-  a.rows = cache.rows + cache.first, a.starts = starts, a.ends = starts + 1;
-  a.dtype = n.a.dtype, a.texts = 1, a.heads = heads, a.kv_heads = n.shape[2], a.width = width;
-  a.limit = cache.limit, a.row_stride = cache.row_stride, a.head_stride = cache.head_stride;
-  a.threads = threads, a.scale = n.number, a.sinks = (const float *)n.b.data;
-  a.bias = (const float *)n.c.data, a.distances = n.lanes;
-  return trilobite_attention(&a);
+// Whether `other` attends as n does, and nodes from n on write nothing of what it reads or writes.
+bool goes_with(const trilobite_step_node &n, const trilobite_step_node &other) {
+  if (other.kind != n.kind || other.a.dtype != n.a.dtype || other.shape[1] != n.shape[1] ||
+      other.shape[2] != n.shape[2] || other.shape[3] != n.shape[3])
+    return false;
+  const int64_t bytes = n.shape[1] * n.shape[3] * size_of(n.a.dtype);
+  const auto meet = [&](const void *x, const void *y) { return std::abs((intptr_t)x - (intptr_t)y) < bytes; };
+  for (const trilobite_step_node *before = &n; before != &other; before++)
+    if (meet(before->out.data, other.a.data) || meet(before->out.data, other.out.data)) return false;
+  return true;
+}
+
+// This node and its neighbours of one shape: those of other texts. -> how many these are.
+int64_t attend(const trilobite_step_node *nodes, int64_t count, int64_t threads, int *code) {
+  trilobite_attention_args calls[MOST_ATTENDING];
+  int64_t bounds[MOST_ATTENDING][2];
+  int64_t some = 0;
+  for (; some < count && some < MOST_ATTENDING && goes_with(nodes[0], nodes[some]); some++) {
+    const trilobite_step_node &n = nodes[some];
+    const auto &cache = *(const trilobite_step_cache *)n.call;
+    if (cache.first < 0 || cache.first >= cache.end || cache.end > cache.capacity)
+      return *code = refuse("row", cache.first, cache.end), 1;
+    if (!lies(cache, n.a.dtype, n.shape[2], n.shape[3])) return *code = TRILOBITE_REFUSED, 1;
+    bounds[some][0] = 0, bounds[some][1] = cache.end - cache.first;
+    trilobite_attention_args &a = calls[some] = {};
+    a.q = n.a.data, a.k = cache.k, a.v = cache.v, a.y = n.out.data;
+    a.rows = cache.rows + cache.first, a.starts = bounds[some], a.ends = bounds[some] + 1;
+    a.dtype = n.a.dtype, a.texts = 1, a.heads = n.shape[1], a.kv_heads = n.shape[2], a.width = n.shape[3];
+    a.limit = cache.limit, a.row_stride = cache.row_stride, a.head_stride = cache.head_stride;
+    a.threads = threads, a.scale = n.number, a.sinks = (const float *)n.b.data;
+    a.bias = (const float *)n.c.data, a.distances = n.lanes;
+  }
+  *code = trilobite_attentions(calls, some);
+  return some;
 }
 
 int dense(const trilobite_step_node &n, int64_t threads) {
@@ -146,7 +169,6 @@ int run(const trilobite_step_node &n, int64_t threads) {
     case TRILOBITE_SCATTER: return at_places(n);
     case TRILOBITE_EXPERTS: return experts(n, threads);
     case TRILOBITE_APPEND: return append(n);
-    case TRILOBITE_ATTEND: return attend(n, threads);
     case TRILOBITE_DENSE: return dense(n, threads);
     case TRILOBITE_CONVOLVE: return with_state(n, threads, trilobite_convolve);
     case TRILOBITE_DELTA: return with_state(n, threads, trilobite_delta);
@@ -162,6 +184,7 @@ int trilobite_step(const trilobite_step_node *nodes, int64_t count, int64_t thre
   for (int64_t i = 0; i < count;) {
     int code = 0;
     if (nodes[i].kind == TRILOBITE_LINEAR) i += trilobite::linears(nodes + i, count - i, threads, &code);
+    else if (nodes[i].kind == TRILOBITE_ATTEND) i += trilobite::attend(nodes + i, count - i, threads, &code);
     else code = trilobite::run(nodes[i++], threads);
     if (code) return code;
   }

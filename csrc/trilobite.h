@@ -129,6 +129,9 @@ typedef struct {
 
 TRILOBITE_API int trilobite_attention(const trilobite_attention_args *args);
 
+// `count` calls of one type, and of the same heads and width, with the threads of the first. Bits as of single calls.
+TRILOBITE_API int trilobite_attentions(const trilobite_attention_args *calls, int64_t count);
+
 // y [heads, tokens, n] = x [heads, tokens, k] W^T + bias for dense matrices of few rows, W [heads, n, k]: a router's, with
 // one head, or those of latent attention; all contiguous, of `dtype`, sums in fp32; bias [heads, n] may be NULL. An element
 // of y has the same bits whatever the tokens beside it and the threads.
@@ -241,7 +244,8 @@ typedef struct {
 // APPEND: a and b, [heads = shape[2], width = shape[3]] at strides of `stride[2]` elements, `lanes` values of b to a head,
 //   become the row at `end` of the trilobite_step_cache `call`, which grows; what b is narrower becomes zeros.
 // ATTEND: `call` is that cache; a: the queries [shape[1], shape[3]], dense; shape[2] heads of the cache; out dense, as wide
-//   as the keys; `number` is the scale; b: a score of nothing for each head, fp32, or without data.
+//   as the keys; `number` is the scale; b: a score of nothing for each head, fp32, or without data; neighbours of one shape
+//   are one call.
 // DENSE: out [shape[0], shape[1], shape[2]] = a W^T + c, W being b, [shape[0], shape[2], shape[3]], and c, which may be
 //   without data, [shape[0], shape[2]]; all dense, of one type.
 // CONVOLVE, DELTA, SCAN: `call` is a trilobite_convolution_args, trilobite_delta_args or trilobite_scan_args, with threads

@@ -15,11 +15,15 @@ class Kept:
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key, self.value = key, value
-        self.layer_to_allocator = [SimpleNamespace(index=0, supports_block_table=False)]
+        windows = SimpleNamespace(index=0, supports_block_table=False, layer_type="sliding_attention")
+        self.layer_to_allocator = [windows]
 
     def update(
         self, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, object]
     ) -> tuple[Tensor, Tensor]:
+        starts = kwargs["cu_seq_lens_k"]
+        assert isinstance(starts, dict)
+        kwargs["cu_seq_lens_k"] = starts[self.layer_to_allocator[layer].layer_type]
         return self.key, self.value
 
 
@@ -66,9 +70,10 @@ def test_texts_do_not_see_each_other(width: int) -> None:
         v[:, :, :4],
         None,
         cache=Kept(k, v),
-        read_index=[None],
+        read_index=[torch.arange(9)],
+        write_index=[torch.arange(4)],
         cu_seq_lens_q=torch.tensor([0, 1, 4]),
-        cu_seq_lens_k=torch.tensor([0, 6, 9]),
+        cu_seq_lens_k={"sliding_attention": torch.tensor([0, 6, 9])},
     )
     first = scaled_dot_product_attention(q[:, :, :1], k[:, :, :6], v[:, :, :6], enable_gqa=True)
     second = scaled_dot_product_attention(

@@ -124,15 +124,14 @@ def test_texts_side_by_side_are_replayed(name: str, tmp_path: Path, monkeypatch:
     try:
         assert [r.generated_tokens for r in results(batching, prompts, 70)] == wanted
         several = step.others.steps[3]
-        paged = getattr(model.config, "sliding_window", None) is None  # of windows pages keep some rows alone
-        assert several.right == several.compared_in_pages == paged
-        assert (ran[3] > 20) == paged
+        assert several.right and several.compared_in_pages
         before = ran[3]
+        assert before > 20
         assert [r.generated_tokens for r in results(batching, prompts, 30)] == [t[:30] for t in wanted]
-        assert (ran[3] > before) == paged
+        assert ran[3] > before
         monkeypatch.setattr(StepList, "_run_list", lambda _, ready, *where: run(_, ready, *where) * 0)
         made = [r.generated_tokens for r in results(batching, prompts, 30)]
-        assert any(0 in t[-20:] for t in made) == paged
+        assert any(0 in t[-20:] for t in made)
     finally:
         batching.stop()
 

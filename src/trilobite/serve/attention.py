@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators.full_attention import (
+    FullAttentionCacheAllocator,
+)
 
 from trilobite.kernels.ops import attend, attends
 
@@ -94,15 +97,22 @@ def _kept(module: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tu
 def pages_of(kwargs: dict[str, Any], layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """All keys and values of a layer, [.., kv heads, D], which rows of them the texts of a batch have, in order.
 
-    And where in these each text begins, and the last one ends. None where a layer keeps only some, and where no text has
-    any yet.
+    And where in these each text begins, and the last one ends. None where no text has any yet, and where a layer with a
+    window is to keep several tokens of a text: these take the places of others, which the first of them looks at.
     """
     allocator = kwargs["cache"].layer_to_allocator[layer]
-    rows = kwargs["read_index"][allocator.index]
-    if not allocator.supports_block_table or not rows.numel():
+    rows, written = (kwargs[name][allocator.index] for name in ("read_index", "write_index"))
+    starts = kwargs["cu_seq_lens_k"][allocator.layer_type]
+    if not rows.numel():
         return None
-    keys, values = (pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(layer))
-    return keys, values, rows, kwargs["cu_seq_lens_k"][allocator.layer_type]
+    if not allocator.supports_block_table:
+        if len(written) != len(starts) - 1:
+            return None
+        rows = rows.index_copy(0, starts[1:].long() - 1, written)  # which transformers leaves open
+    keys, values = (
+        pages.flatten(0, 1) for pages in FullAttentionCacheAllocator.get_cache_for_block_table(allocator, layer)
+    )
+    return keys, values, rows, starts
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:

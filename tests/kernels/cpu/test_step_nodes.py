@@ -421,6 +421,58 @@ def test_a_cache_has_room_for_its_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_texts_that_attend_side_by_side(tier: str, dtype: torch.dtype) -> None:
+    """Neighbours are one call, on threads, with the bits that each has alone; who reads another's result comes after it."""
+    heads, kv_heads, width, lengths = 6, 2, 48, (700, 1, 33, 256, *range(2, 66))
+    memory, caches, held = torch.randn(2, 5000, kv_heads, width).to(dtype), [], []
+    for i, length in enumerate(lengths):
+        rows = torch.randperm(5000)[:length]
+        held.append(rows)
+        keys, values = memory
+        native = ops.StepCache(keys.data_ptr(), values.data_ptr(), rows.data_ptr(), 0, length, length)
+        native.limit, native.row_stride, native.head_stride = 5000, kv_heads * width, width
+        native.first, native.bytes = min(i, length - 1), keys.nbytes
+        caches.append(native)
+    sinks, bias = torch.randn(len(lengths), heads), torch.randn(heads, 9)
+    query = torch.randn(len(lengths), heads, width).to(dtype)
+    made, alone = torch.zeros_like(query), torch.zeros_like(query)
+
+    def nodes(out: torch.Tensor) -> list[Any]:
+        return [
+            ops.step.attend_cached(
+                out[i],
+                query[i],
+                kv_heads,
+                caches[i],
+                0.1 + i / 100,
+                sinks[i] if i % 3 else None,
+                bias if i % 2 else None,
+            )
+            for i in range(len(lengths))
+        ]
+
+    run(*nodes(made))
+    for node in nodes(alone):
+        run(node)
+    assert torch.equal(made, alone)
+    keys, values = (t[held[0]].float().repeat_interleave(heads // kv_heads, 1) for t in memory)
+    scores = torch.einsum("hd,shd->hs", query[0].float(), keys) * 0.1
+    expected = torch.einsum("hs,shd->hd", scores.softmax(-1), values)
+    assert (made[0].float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+    chain = torch.zeros(2, heads, width).to(dtype)
+    run(
+        ops.step.attend_cached(chain[0], query[0], kv_heads, caches[0], 0.1),
+        ops.step.attend_cached(chain[1], chain[0], kv_heads, caches[2], 0.1),
+    )
+    first, after = chain[0].clone(), torch.zeros_like(chain[1])
+    run(ops.step.attend_cached(after, first, kv_heads, caches[2], 0.1))
+    assert torch.equal(chain[1], after)
+    caches[1].rows = None
+    with pytest.raises(ShapeError, match="cache"):
+        run(*nodes(made))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_matrices_that_read_the_same(tier: str, dtype: torch.dtype) -> None:
     """Neighbours are one call, on threads: each as the reference says, with the bits that it has alone."""
     k = 192

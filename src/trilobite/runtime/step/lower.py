@@ -336,15 +336,15 @@ class Lowering:
         extras = [node.kwargs.get(name) for name in ("sinks", "bias")]
         extras = [None if t is None else t.detach().float().contiguous() for t in extras]
         self.keep += extras
-        nodes = []
-        for q, out, native in zip(self.place(query), self.place(made), rows.natives, strict=True):
+        queries, nodes = self.place(query)[:, :, 0], []
+        if not queries.is_contiguous():
+            dense = torch.empty(queries.shape, dtype=query.dtype)
+            self.keep.append(dense)
+            nodes.append(ops.step.elementwise(ops.step.Kind.COPY, dense, queries))
+            queries = dense
+        for q, out, native in zip(queries, self.place(made), rows.natives, strict=True):
             base = out.as_strided((heads, width), (width, 1), out.storage_offset())
-            dense = q[:, 0]
-            if not dense.is_contiguous():
-                dense = torch.empty(heads, width, dtype=query.dtype)
-                self.keep.append(dense)
-                nodes.append(ops.step.elementwise(ops.step.Kind.COPY, dense, q[:, 0]))
-            nodes.append(ops.step.attend_cached(base, dense, rows.heads, native, scale, *extras))
+            nodes.append(ops.step.attend_cached(base, q, rows.heads, native, scale, *extras))
         return nodes
 
     def _source(self, layer: int, heads: int, query: Tensor) -> Source:
