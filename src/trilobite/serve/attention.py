@@ -110,7 +110,8 @@ def pages_of(kwargs: dict[str, Any], layer: int) -> tuple[Tensor, Tensor, Tensor
             return None
         rows = rows.index_copy(0, starts[1:].long() - 1, written)  # which transformers leaves open
     keys, values = (
-        pages.flatten(0, 1) for pages in FullAttentionCacheAllocator.get_cache_for_block_table(allocator, layer)
+        pages.flatten(0, 1)
+        for pages in FullAttentionCacheAllocator.get_cache_for_block_table(allocator, layer)
     )
     return keys, values, rows, starts
 

@@ -422,7 +422,7 @@ def test_a_cache_has_room_for_its_rows() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_texts_that_attend_side_by_side(tier: str, dtype: torch.dtype) -> None:
-    """Neighbours are one call, on threads, with the bits that each has alone; who reads another's result comes after it."""
+    """Neighbours are one call, on threads, with the bits that each has alone; what reads a result waits for it."""
     heads, kv_heads, width, lengths = 6, 2, 48, (700, 1, 33, 256, *range(2, 66))
     memory, caches, held = torch.randn(2, 5000, kv_heads, width).to(dtype), [], []
     for i, length in enumerate(lengths):
