@@ -70,6 +70,7 @@ SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         {"layer_types": [*("conv", "conv", "full_attention", "conv") * 2]},
     ),
     "deepseek": ("deepseek", "DeepSeek-MoE-16B", 4, {**DEEPSEEK, "first_k_dense_replace": 0}),
+    "gpt-oss": ("gpt_oss", "gpt-oss-20b", 4, {"num_local_experts": 32}),
     "glm": ("glm4_moe", "GLM-4.5-Air", 3, GLM),
     "deepseek-v2": (
         "deepseek_v2",
