@@ -7,6 +7,7 @@
 #include "dispatch.h"
 #include "matrix.h"
 #include "pool.h"
+#include "step.h"
 
 using namespace trilobite;
 
@@ -170,6 +171,12 @@ int trilobite_descend(const trilobite_descent_args *args) {
 
 int trilobite_nearest_points(const float *x, int64_t count, int64_t bits, double ratio, int64_t *codes, float *points) {
   return guarded([&] { return nearest_points(x, count, bits, ratio, codes, points); });
+}
+
+int trilobite_step(const trilobite_step_node *nodes, int64_t count, int64_t threads) {
+  int code = 0;
+  const int failed = guarded([&] { return code = step(nodes, count, threads_of(threads)), true; });
+  return failed ? failed : code;
 }
 
 int trilobite_abi(void) { return TRILOBITE_ABI; }

@@ -9,6 +9,7 @@
 #include "engine.h"
 #include "kernel_convert.h"
 #include "matrix.h"
+#include "pool.h"
 #include "step.h"
 
 namespace trilobite {
@@ -20,6 +21,7 @@ int refuse(const char *what, int64_t found, int64_t limit) {
 }
 
 constexpr int64_t MOST_ATTENDING = 64;  // texts of one call
+constexpr int64_t LINE = 64;            // elements that threads do not share
 
 using Placed = std::pair<float, int64_t>;
 
@@ -158,9 +160,34 @@ int dense(const trilobite_step_node &n, int64_t threads) {
   return trilobite_dense(&a);
 }
 
+// `count` of a node's rows, or of the elements of a row, from `first` of that dimension on.
+trilobite_step_node part_of(const trilobite_step_node &n, int dimension, int64_t first, int64_t count) {
+  trilobite_step_node part = n;
+  part.shape[dimension] = count;
+  for (trilobite_operand *o : {&part.out, &part.a, &part.b})
+    if (o->data) o->data = (uint8_t *)o->data + first * o->stride[dimension] * size_of(o->dtype);
+  return part;
+}
+
+// An operator whose elements, or rows, do not depend on each other: on all threads where these are many.
+int share(const trilobite_step_node &n, int64_t threads, void (*run)(const trilobite_step_node &)) {
+  const int last = TRILOBITE_DIMENSIONS - 1, end = n.kind == TRILOBITE_SUM ? last : last + 1;  // sums are of whole rows
+  int64_t bytes = sizeof(float);
+  for (const int64_t size : n.shape) bytes *= size;
+  int d = 0;
+  while (d < end && n.shape[d] < threads) d++;
+  if (bytes < SMALL || threads < 2 || d == end) return run(n), 0;
+  const int64_t size = n.shape[d], each = d < last ? ceil_div(size, threads) : ceil_div(size, threads * LINE) * LINE;
+  run_team((int)threads, [&](Team &team, int thread) {
+    team.share(thread, 0, ceil_div(size, each),
+               [&](int64_t i) { run(part_of(n, d, i * each, std::min(each, size - i * each))); });
+  });
+  return 0;
+}
+
 int run(const trilobite_step_node &n, int64_t threads) {
   switch (n.kind) {
-    case TRILOBITE_SUM: return tier().sum(n), 0;
+    case TRILOBITE_SUM: return share(n, threads, tier().sum);
     case TRILOBITE_SOFTMAX: return tier().softmax(n), 0;
     case TRILOBITE_TOP: return top(n), 0;
     case TRILOBITE_NUMBER: return *(float *)n.out.data = (float)*(const int64_t *)n.b.data, 0;
@@ -173,20 +200,21 @@ int run(const trilobite_step_node &n, int64_t threads) {
     case TRILOBITE_CONVOLVE: return with_state(n, threads, trilobite_convolve);
     case TRILOBITE_DELTA: return with_state(n, threads, trilobite_delta);
     case TRILOBITE_SCAN: return with_state(n, threads, trilobite_scan);
-    default: return tier().map(n), 0;
+    default: return share(n, threads, tier().map);
   }
 }
 
 }  // namespace
-}  // namespace trilobite
 
-int trilobite_step(const trilobite_step_node *nodes, int64_t count, int64_t threads) {
+int step(const trilobite_step_node *nodes, int64_t count, int64_t threads) {
   for (int64_t i = 0; i < count;) {
     int code = 0;
-    if (nodes[i].kind == TRILOBITE_LINEAR) i += trilobite::linears(nodes + i, count - i, threads, &code);
-    else if (nodes[i].kind == TRILOBITE_ATTEND) i += trilobite::attend(nodes + i, count - i, threads, &code);
-    else code = trilobite::run(nodes[i++], threads);
+    if (nodes[i].kind == TRILOBITE_LINEAR) i += linears(nodes + i, count - i, threads, &code);
+    else if (nodes[i].kind == TRILOBITE_ATTEND) i += attend(nodes + i, count - i, threads, &code);
+    else code = run(nodes[i++], threads);
     if (code) return code;
   }
   return 0;
 }
+
+}  // namespace trilobite

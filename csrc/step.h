@@ -12,5 +12,8 @@ constexpr int64_t WIDEST = 1024;  // values of a row of which the largest are ta
 // False after leaving a message: rows of a cache of such heads do not lie in its memory.
 bool lies(const trilobite_step_cache &c, int64_t dtype, int64_t heads, int64_t width);
 
+// `trilobite_step`, which may throw.
+int step(const trilobite_step_node *nodes, int64_t count, int64_t threads);
+
 }  // namespace trilobite
 #endif

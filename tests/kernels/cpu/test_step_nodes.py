@@ -38,6 +38,14 @@ def tier(request: pytest.FixtureRequest) -> Iterator[str]:
     cpu.set_tier(None)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def run(*nodes: ops.StepNode | None) -> None:
     made = [node for node in nodes if node is not None]
     assert len(made) == len(nodes) > 0
@@ -45,7 +53,7 @@ def run(*nodes: ops.StepNode | None) -> None:
 
 
 def layouts(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Results and two operands that are broadcast, turned, cut out, long and short."""
+    """Results and two operands that are broadcast, turned, cut out, long and short; and as many as threads share."""
     torch.manual_seed(1)
     for out, a, b in (
         (torch.empty(1, 1, 4099), torch.randn(1, 1, 4099), torch.randn(4099)),
@@ -53,10 +61,18 @@ def layouts(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         (torch.empty(1, 6, 1, 24), torch.randn(1, 6, 1, 40)[..., 16:], torch.randn(1, 6, 1, 1)),
         (torch.empty(3, 5, 7), torch.randn(5, 3, 7).transpose(0, 1), torch.randn(7, 5, 3).permute(2, 1, 0)),
         (torch.empty(9, 3).T, torch.randn(3, 9), torch.randn(3, 1)),
+        (torch.empty(1, 50021), torch.randn(1, 50021), torch.randn(50021)),
+        (torch.empty(33, 1, 1040), torch.randn(33, 1, 1200)[..., 160:], torch.randn(33, 1, 1)),
+        (
+            torch.empty(1, 3, 7, 2000),
+            torch.randn(7, 3, 2000).transpose(0, 1)[None],
+            torch.randn(1, 3, 1, 2000),
+        ),
     ):
         yield out.to(dtype), a.to(dtype), b.to(dtype)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_operators_element_by_element(tier: str, dtype: torch.dtype) -> None:
     for out, a, b in layouts(dtype):
@@ -85,6 +101,7 @@ def test_a_number_and_conversions(tier: str) -> None:
             assert torch.equal(made, a.to(target)), (source, target)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.skipif(sum_lanes() is None, reason="torch adds up in an order that the library does not know")
 @pytest.mark.parametrize(
     "width", [1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 96, 128, 200, 1000, 1408, 2048, 4096, 5120, 16383]
@@ -420,6 +437,7 @@ def test_a_cache_has_room_for_its_rows() -> None:
         setattr(cache, name, right)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_texts_that_attend_side_by_side(tier: str, dtype: torch.dtype) -> None:
     """Neighbours are one call, on threads, with the bits that each has alone; what reads a result waits for it."""
