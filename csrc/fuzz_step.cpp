@@ -51,14 +51,16 @@ struct List {
 
   void add_map() {
     trilobite_step_node &n = add(pick(TRILOBITE_COPY, TRILOBITE_FILL));
-    for (int d = 0; d < TRILOBITE_DIMENSIONS; d++) n.shape[d] = d < 3 ? pick(1, 4) : pick(1, 700);
+    const bool shared = !pick(0, 99);  // among threads
+    for (int d = 0; d < TRILOBITE_DIMENSIONS; d++) n.shape[d] = d == 3 ? pick(1, 700) : shared ? 1 : pick(1, 4);
+    if (shared) n.shape[pick(0, 2)] = pick(50, 60), n.shape[3] += 650;
     n.out = tensor(n.shape, pick(0, 3), false), n.a = tensor(n.shape, pick(0, 3), true), n.number = 2;
     if (n.kind == TRILOBITE_FILL || pick(0, 3)) n.b = tensor(n.shape, pick(0, 3), true);
     if (!pick(0, 3)) n.a = n.out;
   }
   void add_sum() {
     trilobite_step_node &n = add(TRILOBITE_SUM);
-    const int64_t rows = n.shape[2] = pick(1, 5), width = n.shape[3] = pick(1, 900);
+    const int64_t rows = n.shape[2] = pick(0, 99) ? pick(1, 5) : pick(40, 60), width = n.shape[3] = pick(1, 900);
     n.out = slot(4 * rows, TRILOBITE_F32), n.a = slot(4 * rows * width, TRILOBITE_F32);
     n.out.stride[2] = 1, n.a.stride[2] = width, n.a.stride[3] = 1, n.lanes = 4 << pick(0, 2), n.number = 3;
   }
