@@ -98,6 +98,15 @@ def test_bias_by_distance(tier: str, dtype: torch.dtype, distances: int) -> None
     assert distance(made, naive(query, key, value, texts, 4.0, None, bias)) < CLOSE[dtype]
 
 
+def test_one_row_lies_where_it_lies() -> None:
+    """Of a dimension of one, torch may hold any stride: keys and values of the first token of a text."""
+    query, value = torch.randn(1, 4, 32), torch.randn(1, 2, 32)
+    key = torch.randn(1, 2, 32).as_strided((1, 2, 32), (7, 32, 1))
+    assert key.is_contiguous()
+    made = attend(query, key, value, torch.tensor([0]), torch.tensor([0, 1]))
+    assert torch.equal(made, value.repeat_interleave(2, 1))
+
+
 def test_heads_that_lie_apart_and_every_number_of_threads() -> None:
     query, key, value, texts = some(torch.bfloat16, 8, 8, 64, [500, 700])
     expected = attend(query, key, value, *indices(texts))

@@ -43,6 +43,11 @@ def reads_prompts(heads: int, kv_heads: int, length: int) -> bool:
     )
 
 
+def _strides(t: Tensor) -> list[int]:
+    """Those that say where elements lie: of a dimension of one, torch may hold any number."""
+    return [step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1]
+
+
 def _check(
     query: Tensor,
     key: Tensor,
@@ -57,7 +62,7 @@ def _check(
     texts, heads, width = query.shape
     if (
         key.shape != value.shape
-        or key.stride() != value.stride()
+        or _strides(key) != _strides(value)
         or key.shape[2:] != (width,)
         or key.stride(2) != 1
         or not query.dtype == key.dtype == value.dtype
