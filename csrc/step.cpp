@@ -171,10 +171,11 @@ trilobite_step_node part_of(const trilobite_step_node &n, int dimension, int64_t
 
 // An operator whose elements, or rows, do not depend on each other: on all threads where these are many.
 int share(const trilobite_step_node &n, int64_t threads, void (*run)(const trilobite_step_node &)) {
-  const int last = TRILOBITE_DIMENSIONS - 1, end = n.kind == TRILOBITE_SUM ? last : last + 1;  // sums are of whole rows
+  const bool sum = n.kind == TRILOBITE_SUM;  // of whole rows; the outer dimensions are not looked at
+  const int last = TRILOBITE_DIMENSIONS - 1, end = sum ? last : last + 1;
+  int d = sum ? last - 1 : 0;
   int64_t bytes = sizeof(float);
-  for (const int64_t size : n.shape) bytes *= size;
-  int d = 0;
+  for (int i = d; i <= last; i++) bytes *= n.shape[i];
   while (d < end && n.shape[d] < threads) d++;
   if (bytes < SMALL || threads < 2 || d == end) return run(n), 0;
   const int64_t size = n.shape[d], each = d < last ? ceil_div(size, threads) : ceil_div(size, threads * LINE) * LINE;

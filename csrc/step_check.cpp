@@ -72,6 +72,7 @@ bool check_sum(const Node &n) {
   if (n.a.dtype != TRILOBITE_F32 || n.out.dtype != TRILOBITE_F32 || n.a.stride[3] != 1 || width < 1)
     return fail("sums: rows of %lld values, or not dense ones of fp32", (long long)width);
   if (n.lanes != 4 && n.lanes != 8 && n.lanes != 16) return fail("sums: %lld lanes", (long long)n.lanes);
+  if (n.b.data != nullptr) return fail("sums: of two operands");
   return inside("operand", n.a, in) && result(n.out, out) &&
          apart(n.out, extent(n.out, out, 4), n.a, extent(n.a, in, 4));
 }
