@@ -73,19 +73,20 @@ void pass(Text begin, int64_t count, int64_t chunks, int wanted) {
     const int64_t length = std::min(texts[i].call->ends[texts[i].at] - row, CHUNK), at = chunk * a.heads + head * shared;
     return AttentionPart{texts[i].at, row, length, head, some, top + at, total + at, sums + at * a.width};
   };
-  run_team(threads, [&](Team &team, int thread) {
+  const auto join = [&](int64_t i, int64_t head, float *scratch) {
+    AttentionPart p = part(first[i], 0, a.kv_heads);
+    p.top += head, p.total += head, p.sums += head * a.width;
+    tier().attend_join(*texts[i].call, texts[i].at, head, p, first[i + 1] - first[i], scratch);
+  };
+  const bool whole = chunks == count;  // every text is one chunk, and is joined where it was computed
+  run_team(threads, [&](Member &me) {
     float *scratch = worker_workspace().get<float>(heads * shared * (a.width + CHUNK) + a.width);
-    team.share(thread, 0, chunks * parts, [&](int64_t task) {
-      const int64_t chunk = task / parts, head = task % parts * heads, rest = a.kv_heads - head;
-      tier().attend(*texts[text_of[chunk]].call, part(chunk, head, rest < heads ? rest : heads), scratch);
+    me.share(chunks * parts, [&](int64_t task) {
+      const int64_t chunk = task / parts, head = task % parts * heads, some = std::min(heads, a.kv_heads - head);
+      tier().attend(*texts[text_of[chunk]].call, part(chunk, head, some), scratch);
+      for (int64_t h = head * shared; whole && h < (head + some) * shared; h++) join(chunk, h, scratch);
     });
-    team.share(thread, 1, count, [&](int64_t i) {
-      for (int64_t h = 0; h < a.heads; h++) {
-        AttentionPart p = part(first[i], 0, a.kv_heads);
-        p.top += h, p.total += h, p.sums += h * a.width;
-        tier().attend_join(*texts[i].call, texts[i].at, h, p, first[i + 1] - first[i], scratch);
-      }
-    });
+    if (!whole) me.share(count * a.heads, [&](int64_t i) { join(i / a.heads, i % a.heads, scratch); });
   });
 }
 

@@ -190,32 +190,32 @@ void down(const Call &c, int64_t band, int bands, float *sum, float *out, void *
   for (int64_t t = 0; t < c.tokens; t++) c.t.store(sum + t * ld, width, y + t * a.hidden * size, (int)a.dtype);
 }
 
-void phases(const Call &c, Team &team, int thread, int most) {
+void phases(const Call &c, Member &me, int most) {
   Workspace &ws = worker_workspace();
-  const int per_task = down_bands(c, team.count());
+  const int per_task = down_bands(c, me.threads());
   const int64_t widest = std::max<int64_t>(UNIT, (int64_t)per_task * ROWS);
-  // Phase 4 keeps sums of all tokens in `two` and products of one expert in `one`; phase 2 needs less of both.
+  // `down` keeps sums of all tokens in `two` and products of one expert in `one`; `gate_up` needs less of both.
   float *one = ws.get<float>(most * widest), *two = ws.get<float>(std::max<int64_t>(most * UNIT, c.tokens * widest));
   void *scratch = ws.get<uint8_t>(scratch_bytes(c.t, std::max(c.a.hidden, c.a.intermediate)));
   if (!c.shared_x)
     share_flat(
-        c, team, thread, 0, [](const Active &e) { return (int64_t)e.x.blocks(); },
+        c, me, [](const Active &e) { return (int64_t)e.x.blocks(); },
         [&](Active &e, int64_t b) { c.t.quantize_block(c.x(), (int)c.a.dtype, c.token + e.first, e.x, (int)b); });
   share_flat(
-      c, team, thread, 1, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
+      c, me, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
       [&](Active &e, int64_t i) {
         const int64_t gates = ranks(e.gate);
         if (i < gates) project(c, e.gate, i, e.x, e.z_gate, scratch);
         else project(c, e.up, i - gates, e.x, e.z_up, scratch);
       });
   share_flat(
-      c, team, thread, 2, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
+      c, me, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
       [&](Active &e, int64_t u) { gate_up(c, e, u, one, two, scratch); });
   share_flat(
-      c, team, thread, 3, [](const Active &e) { return ranks(e.down); },
+      c, me, [](const Active &e) { return ranks(e.down); },
       [&](Active &e, int64_t i) { project(c, e.down, i, e.h, e.z_down, scratch); });
   const int64_t bands = ceil_div(c.a.hidden, ROWS);
-  team.share(thread, 4, ceil_div(bands, per_task), [&](int64_t i) {
+  me.share(ceil_div(bands, per_task), [&](int64_t i) {
     down(c, i * per_task, (int)std::min<int64_t>(per_task, bands - i * per_task), two, one, scratch);
   });
 }
@@ -242,7 +242,7 @@ bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
   if (lattice) return lattice_pass(c, ws, threads, most), true;
   allocate(c, ws);
   if (c.shared_x) prepare_shared(c);
-  run_team(threads, [&](Team &team, int thread) { phases(c, team, thread, most); });
+  run_team(threads, [&](Member &me) { phases(c, me, most); });
   return true;
 }
 

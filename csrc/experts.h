@@ -42,12 +42,12 @@ int down_bands(const ExpertsCall &c, int threads);
 
 // One flat range of tasks over all active experts: `size(expert)` tasks each.
 template <typename Size, typename Task>
-void share_flat(const ExpertsCall &c, Team &team, int thread, int phase, Size size, Task task) {
+void share_flat(const ExpertsCall &c, Member &me, Size size, Task task) {
   int64_t total = 0;
   for (int64_t i = 0; i < c.count; i++) total += size(c.active[i]);
   if (total == 0) return;
   int64_t i = 0, first = 0;  // tasks come in ascending order within a stretch, so the search goes on from the last
-  team.share(thread, phase, total, [&](int64_t k) {
+  me.share(total, [&](int64_t k) {
     if (k < first) i = 0, first = 0;
     for (int64_t n; k >= first + (n = size(c.active[i])); i++) first += n;
     task(c.active[i], k - first);

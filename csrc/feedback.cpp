@@ -10,9 +10,9 @@ namespace {
 // Rows that a call of a tier gets: as many as its registers have lanes.
 template <class Work> void share_rows(int64_t rows, int64_t threads, int64_t bytes, const Work &work) {
   const int lanes = tier().lanes;
-  run_team(threads < 1 ? 1 : (int)threads, [&](Team &team, int thread) {
+  run_team(threads < 1 ? 1 : (int)threads, [&](Member &me) {
     void *scratch = worker_workspace().get<uint8_t>(bytes);
-    team.share(thread, 0, ceil_div(rows, lanes), [&](int64_t strip) {
+    me.share(ceil_div(rows, lanes), [&](int64_t strip) {
       const int64_t first = strip * lanes;
       work(first, (int)(rows - first < lanes ? rows - first : lanes), scratch);
     });

@@ -165,7 +165,7 @@ bool fuzz_attention() {
 }
 
 bool fuzz_dense() {
-  const int64_t tokens = pick(1, 17), n = pick(1, 150), k = pick(0, 1) ? 16 * pick(1, 40) : pick(1, 700);
+  const int64_t tokens = pick(1, 70), n = pick(1, 150), k = pick(0, 1) ? 16 * pick(1, 40) : pick(1, 700);
   const int64_t heads = pick(0, 1) ? 1 : pick(1, 5);
   const auto x = activations(heads * tokens * k), w = activations(heads * n * k), bias = activations(heads * n);
   trilobite_dense_args a{};

@@ -209,10 +209,10 @@ void finish_token(const Layer &l, int64_t token, float *buffer) {
   c.t.store(total, hidden, (uint8_t *)c.a.y + (c.start + token) * hidden * size, (int)c.a.dtype);
 }
 
-void phases(const Layer &l, Team &team, int thread, int most) {
+void phases(const Layer &l, Member &me, int most) {
   const ExpertsCall &c = l.c;
   Workspace &ws = worker_workspace();
-  const int per_task = down_bands(c, team.count());
+  const int per_task = down_bands(c, me.threads());
   const int64_t bands = ceil_div(c.a.hidden, ROWS), longest = std::max(c.a.hidden, c.a.intermediate);
   float *rows = ws.get<float>(most * std::max<int64_t>(UNIT, (int64_t)per_task * ROWS)),
         *buffer = ws.get<float>(longest);
@@ -221,30 +221,30 @@ void phases(const Layer &l, Team &team, int thread, int most) {
   const auto project = [&](const Matrix &m, int64_t i, const Digits &x, float *z) {
     c.t.low_rank_v(m, i * ROWS, x, z + i * ROWS, m.rank, scratch);
   };
-  team.share(thread, 0, (l.input_count - 1) * c.tokens, [&](int64_t i) { rotate_token(l, i, buffer); });
-  team.share(thread, 1, l.view_count, [&](int64_t i) {
+  me.share((l.input_count - 1) * c.tokens, [&](int64_t i) { rotate_token(l, i, buffer); });
+  me.share(l.view_count, [&](int64_t i) {
     for (int block = 0; block < l.views[i].d.blocks(); block++) quantize_view(l, l.views[i], block);
   });
   share_flat(
-      c, team, thread, 2, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
+      c, me, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
       [&](Active &e, int64_t i) {
         const int64_t gates = ranks(e.gate);
         if (i < gates) project(e.gate, i, work(e).plain->d, e.z_gate);
         else project(e.up, i - gates, work(e).plain->d, e.z_up);
       });
   share_flat(
-      c, team, thread, 3, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
+      c, me, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
       [&](Active &e, int64_t unit) { multiply_unit(l, work(e), unit, scratch); });
   share_flat(
-      c, team, thread, 4, [](const Active &e) { return ceil_div(e.count, TOKENS); },
+      c, me, [](const Active &e) { return ceil_div(e.count, TOKENS); },
       [&](Active &e, int64_t block) { finish_block(l, work(e), block, buffer); });
   share_flat(
-      c, team, thread, 5, [](const Active &e) { return ranks(e.down); },
+      c, me, [](const Active &e) { return ranks(e.down); },
       [&](Active &e, int64_t i) { project(e.down, i, work(e).h_plain, e.z_down); });
-  team.share(thread, 6, ceil_div(bands, per_task), [&](int64_t i) {
+  me.share(ceil_div(bands, per_task), [&](int64_t i) {
     down(l, i * per_task, (int)std::min<int64_t>(per_task, bands - i * per_task), rows, scratch);
   });
-  team.share(thread, 7, c.tokens, [&](int64_t token) { finish_token(l, token, buffer); });
+  me.share(c.tokens, [&](int64_t token) { finish_token(l, token, buffer); });
 }
 
 }  // namespace
@@ -263,7 +263,7 @@ void lattice_pass(const ExpertsCall &c, Workspace &ws, int threads, int most) {
   input_of(l, Rotation{});
   output_of(l, Rotation{});
   for (int64_t i = 0; i < c.count; i++) l.work[i] = prepare(l, c.active[i]);
-  run_team(threads, [&](Team &team, int thread) { phases(l, team, thread, most); });
+  run_team(threads, [&](Member &me) { phases(l, me, most); });
 }
 
 }  // namespace trilobite

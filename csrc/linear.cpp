@@ -89,20 +89,19 @@ void pass(const Call &c, const Product *products, int count, int64_t first, int6
   // One block of tokens is too little to share: it would cost a barrier.
   const bool prepared = d.blocks() == 1;
   if (prepared) c.t.quantize_block(x, c.dtype, nullptr, d, 0);
-  run_team(threads, [&](Team &team, int thread) {
+  run_team(threads, [&](Member &me) {
     Workspace &local = worker_workspace();
     float *out = local.get<float>(tokens * ld);
     void *work = local.get<uint8_t>(scratch);
-    if (!prepared)
-      team.share(thread, 0, d.blocks(), [&](int64_t b) { c.t.quantize_block(x, c.dtype, nullptr, d, (int)b); });
+    if (!prepared) me.share(d.blocks(), [&](int64_t b) { c.t.quantize_block(x, c.dtype, nullptr, d, (int)b); });
     if (ranks.all())
-      team.share(thread, 1, ranks.all(), [&](int64_t task) {
+      me.share(ranks.all(), [&](int64_t task) {
         const int i = ranks.owner(task);
         const Matrix &m = *products[i].m;
         const int64_t rank = (task - ranks.start[i]) * ROWS;
         c.t.low_rank_v(m, rank, d, z[i] + rank, m.rank, work);
       });
-    team.share(thread, 2, rows.all(), [&](int64_t task) {
+    me.share(rows.all(), [&](int64_t task) {
       const int i = rows.owner(task);
       const Matrix &m = *products[i].m;
       const int64_t band = (task - rows.start[i]) * per_task[i], row = band * ROWS;
@@ -138,25 +137,25 @@ void pass_lattice(const Call &c, const Product &p, int64_t first, int64_t tokens
   }
   const int threads = tile_bytes(m) * tokens < SMALL ? 1 : c.threads;
   const int per_task = bands_per_task(m, tokens, threads);
-  run_team(threads, [&](Team &team, int thread) {
+  run_team(threads, [&](Member &me) {
     Workspace &local = worker_workspace();
     float *buffer = local.get<float>(m.n > m.k ? m.n : m.k);
     void *work = local.get<uint8_t>(scratch);
-    team.share(thread, 0, tokens, [&](int64_t t) { rotate_input(c, m, x, t, turned, buffer); });
-    team.share(thread, 1, d.blocks(), [&](int64_t b) {
+    me.share(tokens, [&](int64_t t) { rotate_input(c, m, x, t, turned, buffer); });
+    me.share(d.blocks(), [&](int64_t b) {
       c.t.quantize_block(turned, TRILOBITE_F32, nullptr, d, (int)b);
       if (z) c.t.quantize_block(x, c.dtype, nullptr, plain, (int)b);
     });
     if (z)
-      team.share(thread, 2, ceil_div(m.rank, ROWS),
-                 [&](int64_t i) { c.t.low_rank_v(m, i * ROWS, plain, z + i * ROWS, m.rank, work); });
-    team.share(thread, 3, ceil_div(m.bands, per_task), [&](int64_t task) {
+      me.share(ceil_div(m.rank, ROWS),
+               [&](int64_t i) { c.t.low_rank_v(m, i * ROWS, plain, z + i * ROWS, m.rank, work); });
+    me.share(ceil_div(m.bands, per_task), [&](int64_t task) {
       const int64_t band = task * per_task;
       const int bands = (int)(m.bands - band < per_task ? m.bands - band : per_task);
       product(c.t, m, band, bands, d, nullptr, out + band * ROWS, ld, work);
     });
-    team.share(thread, 4, tokens, [&](int64_t t) { c.t.rotate(m.out, true, out + t * ld, buffer); });
-    team.share(thread, 5, ld / UNIT, [&](int64_t unit) {
+    me.share(tokens, [&](int64_t t) { c.t.rotate(m.out, true, out + t * ld, buffer); });
+    me.share(ld / UNIT, [&](int64_t unit) {
       const int64_t row = unit * UNIT, width = m.n - row < UNIT ? m.n - row : UNIT;
       if (z) c.t.low_rank_u(m, row, z, m.rank, count, out + row, ld);
       finish_rows(c, p, row, width, first, tokens, out + row, ld);

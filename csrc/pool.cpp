@@ -36,6 +36,7 @@ constexpr auto SPIN = std::chrono::milliseconds(2);
 }  // namespace
 
 template <typename Ready> void Signal::wait(Ready ready) {
+  if (ready()) return;
   const auto start = std::chrono::steady_clock::now();
   for (int turn = 0; turn % 32 || std::chrono::steady_clock::now() - start < SPIN; turn++) {
     if (ready()) return;
@@ -83,46 +84,40 @@ class Pool {
   }
 
   void stop() {
-    post(nullptr, 0);
+    post(nullptr, MAX_THREADS);
     for (auto &t : threads_) t.join();
     threads_.clear();
   }
 
  private:
   void post(const std::function<void(int)> *body, int threads) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      body_ = body;
-      threads_wanted_ = threads;
-      job_.fetch_add(1);
-    }
+    body_ = body;
+    job_.store((job_.load() / JOB + 1) * JOB + threads);
     posted_.notify();
   }
 
   void work(int thread) {
-    for (int seen = 0;;) {
+    for (uint64_t seen = 0;;) {
       posted_.wait([&] { return job_.load() != seen; });
-      const std::function<void(int)> *body;
-      int wanted;
-      {
-        std::lock_guard<std::mutex> lock(mutex_);
-        seen = job_.load();
-        body = body_;
-        wanted = threads_wanted_;
-      }
-      if (body == nullptr) return;
-      if (thread >= wanted) continue;
-      (*body)(thread);
+      seen = job_.load();
+      if (thread >= (int)(seen % JOB)) continue;
+      // Of this job: no other one is posted before all its threads have said that they are done.
+      if (body_ == nullptr) return;
+      (*body_)(thread);
       if (running_.fetch_sub(1) == 1) done_.notify();
     }
   }
 
+  static constexpr uint64_t JOB = 2 * MAX_THREADS;
+
   std::vector<std::thread> threads_;
-  std::mutex in_use_, mutex_;
+  std::mutex in_use_;
   Signal posted_, done_;
+  // Who waits for a job looks at a line that nobody writes meanwhile. In one word the number of jobs, times JOB, and how many
+  // threads this one has, so that who is not one of them reads nothing else.
+  alignas(64) std::atomic<uint64_t> job_{0};
   const std::function<void(int)> *body_ = nullptr;
-  int threads_wanted_ = 0;
-  std::atomic<int> job_{0}, running_{0};
+  alignas(64) std::atomic<int> running_{0};
 };
 
 // A pool is leaked on purpose in a forked child, where its threads do not exist and its locks may be held.
@@ -185,33 +180,21 @@ int max_threads() {
   return count;
 }
 
-void Team::share(int thread, int phase, int64_t tasks, const std::function<void(int64_t)> &task) {
-  for (int i = 0; i < count_; i++) {
-    const int owner = (thread + i) % count_;
-    const int64_t start = tasks * owner / count_, end = tasks * (owner + 1) / count_;
-    std::atomic<int64_t> &next = taken_[phase][owner].next;
-    // Counts past the end, too: a counter is used once, so nobody needs to undo it.
-    for (int64_t k; (k = start + next.fetch_add(1, std::memory_order_relaxed)) < end;) task(k);
-  }
-  wait_for_all();
+void Team::finish(int shares) {
+  if (finished_.fetch_add(1) + 1 < shares * count_) return;
+  passed_.store(shares);
+  passing_.notify();
 }
 
-void Team::wait_for_all() {
-  if (count_ == 1) return;
-  const int round = round_.load();
-  if (arrived_.fetch_add(1) == count_ - 1) {
-    arrived_.store(0);
-    round_.store(round + 1);
-    passed_.notify();
-  } else {
-    passed_.wait([&] { return round_.load() != round || failed_.load(); });
-  }
+void Team::wait_for(int shares) {
+  passing_.wait([&] { return passed_.load() >= shares || failed_.load(); });
   if (failed_.load()) throw Abandoned();
 }
 
-void Team::run(int thread, const std::function<void(Team &, int)> &body) noexcept {
+void Team::run(int thread, const std::function<void(Member &)> &body) noexcept {
   try {
-    body(*this, thread);
+    Member member(*this, thread);
+    body(member);
   } catch (const Abandoned &) {
   } catch (...) {
     {
@@ -219,7 +202,7 @@ void Team::run(int thread, const std::function<void(Team &, int)> &body) noexcep
       if (!first_error_) first_error_ = std::current_exception();
     }
     failed_.store(true);
-    passed_.notify();
+    passing_.notify();
   }
 }
 
@@ -227,7 +210,7 @@ void Team::rethrow() const {
   if (first_error_) std::rethrow_exception(first_error_);
 }
 
-void run_team(int threads, const std::function<void(Team &, int)> &body) {
+void run_team(int threads, const std::function<void(Member &)> &body) {
   threads = std::min(threads, max_threads());
   if (threads > 1) {
     Pool *p = pool();
@@ -239,7 +222,8 @@ void run_team(int threads, const std::function<void(Team &, int)> &body) {
     }
   }
   Team alone(1);
-  body(alone, 0);
+  Member member(alone, 0);
+  body(member);
 }
 
 }  // namespace trilobite

@@ -23,9 +23,9 @@ double read_seconds(const void *data, int64_t bytes, int threads) {
   constexpr int64_t CHUNK = 1 << 17;
   const auto *p = (const uint8_t *)data;
   const auto start = std::chrono::steady_clock::now();
-  run_team(threads, [&](Team &team, int thread) {
+  run_team(threads, [&](Member &me) {
     uint64_t sum = 0;
-    team.share(thread, 0, bytes / CHUNK, [&](int64_t i) { sum ^= tier().read(p + i * CHUNK, CHUNK); });
+    me.share(bytes / CHUNK, [&](int64_t i) { sum ^= tier().read(p + i * CHUNK, CHUNK); });
     g_sink.fetch_xor(sum);
   });
   return seconds_since(start);
@@ -34,9 +34,7 @@ double read_seconds(const void *data, int64_t bytes, int threads) {
 double peak_macs(int digits, int threads) {
   std::atomic<int64_t> macs{0};
   const auto start = std::chrono::steady_clock::now();
-  run_team(threads, [&](Team &team, int thread) {
-    team.share(thread, 0, 64, [&](int64_t) { macs.fetch_add(tier().spin(1000000, digits)); });
-  });
+  run_team(threads, [&](Member &me) { me.share(64, [&](int64_t) { macs.fetch_add(tier().spin(1000000, digits)); }); });
   return (double)macs.load() / seconds_since(start);
 }
 

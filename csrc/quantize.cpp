@@ -51,9 +51,9 @@ bool quantize(const trilobite_quantize_args &a) {
     if (!a.offset || a.symmetric || a.rows < 0 || !is_under_super(a.k, a.group, a.bits))
       return fail("quantize: %lld bits, group %lld of %lld columns under super-scales", (long long)a.bits,
                   (long long)a.group, (long long)a.k);
-    run_team(a.threads < 1 ? 1 : (int)a.threads, [&](Team &team, int thread) {
+    run_team(a.threads < 1 ? 1 : (int)a.threads, [&](Member &me) {
       void *scratch = worker_workspace().get<uint8_t>(SPAN * (sizeof(float) * ROWS + ROWS));
-      team.share(thread, 0, ceil_div(a.rows, ROWS), [&](int64_t band) {
+      me.share(ceil_div(a.rows, ROWS), [&](int64_t band) {
         for (int64_t c = 0; c < a.k; c += SPAN)
           tier().quantize_span(span_at(a, band, c, scratch), (int)(a.k - c < SPAN ? a.k - c : SPAN));
       });
@@ -66,9 +66,9 @@ bool quantize(const trilobite_quantize_args &a) {
                 (long long)a.k);
   if (!a.symmetric && !a.offset) return fail("quantize: no room for offsets");
   const int64_t groups = a.k / a.group;
-  run_team(a.threads < 1 ? 1 : (int)a.threads, [&](Team &team, int thread) {
+  run_team(a.threads < 1 ? 1 : (int)a.threads, [&](Member &me) {
     void *scratch = worker_workspace().get<uint8_t>(a.group * (sizeof(float) * ROWS + ROWS));
-    team.share(thread, 0, ceil_div(a.rows, ROWS), [&](int64_t band) {
+    me.share(ceil_div(a.rows, ROWS), [&](int64_t band) {
       for (int64_t g = 0; g < groups; g++) tier().quantize_tile(tile_at(a, band, g, scratch));
     });
   });

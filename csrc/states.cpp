@@ -21,9 +21,9 @@ bool all_within(std::initializer_list<int64_t> sizes) {
 
 // Heads one by one, each with `floats` of scratch; bytes: of all of their states, times tokens.
 template <typename Call> void for_heads(int64_t heads, int64_t bytes, int64_t threads, int64_t floats, Call call) {
-  run_team(bytes < SMALL ? 1 : (int)threads, [&](Team &team, int thread) {
+  run_team(bytes < SMALL ? 1 : (int)threads, [&](Member &me) {
     float *scratch = worker_workspace().get<float>(floats);
-    team.share(thread, 0, heads, [&](int64_t head) { call(head, scratch); });
+    me.share(heads, [&](int64_t head) { call(head, scratch); });
   });
 }
 
@@ -55,8 +55,8 @@ bool check_scan(const trilobite_scan_args &a) {
 
 void convolve(const trilobite_convolution_args &a) {
   const int64_t bytes = 2 * a.channels * a.taps * size_of(a.dtype);
-  run_team(bytes < SMALL ? 1 : (int)a.threads, [&](Team &team, int thread) {
-    team.share(thread, 0, ceil_div(a.channels, CHANNELS), [&](int64_t task) {
+  run_team(bytes < SMALL ? 1 : (int)a.threads, [&](Member &me) {
+    me.share(ceil_div(a.channels, CHANNELS), [&](int64_t task) {
       const int64_t first = task * CHANNELS, rest = a.channels - first;
       tier().convolve(a, first, rest < CHANNELS ? rest : CHANNELS);
     });

@@ -169,19 +169,19 @@ trilobite_step_node part_of(const trilobite_step_node &n, int dimension, int64_t
   return part;
 }
 
-// An operator whose elements, or rows, do not depend on each other: on all threads where these are many.
+// An operator whose elements, or rows, do not depend on each other: on as many threads as have enough of them to do.
 int share(const trilobite_step_node &n, int64_t threads, void (*run)(const trilobite_step_node &)) {
   const bool sum = n.kind == TRILOBITE_SUM;  // of whole rows; the outer dimensions are not looked at
   const int last = TRILOBITE_DIMENSIONS - 1, end = sum ? last : last + 1;
   int d = sum ? last - 1 : 0;
   int64_t bytes = sizeof(float);
   for (int i = d; i <= last; i++) bytes *= n.shape[i];
+  threads = std::min(threads, bytes / (SMALL / 2));
   while (d < end && n.shape[d] < threads) d++;
-  if (bytes < SMALL || threads < 2 || d == end) return run(n), 0;
+  if (threads < 2 || d == end) return run(n), 0;
   const int64_t size = n.shape[d], each = d < last ? ceil_div(size, threads) : ceil_div(size, threads * LINE) * LINE;
-  run_team((int)threads, [&](Team &team, int thread) {
-    team.share(thread, 0, ceil_div(size, each),
-               [&](int64_t i) { run(part_of(n, d, i * each, std::min(each, size - i * each))); });
+  run_team((int)threads, [&](Member &me) {
+    me.share(ceil_div(size, each), [&](int64_t i) { run(part_of(n, d, i * each, std::min(each, size - i * each))); });
   });
   return 0;
 }

@@ -19,7 +19,7 @@ from trilobite.recipe import load_recipe
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.linear import PackedLinear
 
-IDS = torch.arange(3, 27)[None]
+IDS = torch.arange(3, 83)[None]
 
 
 @pytest.fixture(scope="module", params=["packed head", "tied"])
