@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 
 def build(program: Path, pool: Path) -> bool:
     flags = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", f"-I{CSRC}"]
-    made = subprocess.run([COMPILER, *flags, CSRC / "fuzz_pool.cpp", pool, "-o", program], capture_output=True)
+    made = subprocess.run(
+        [COMPILER, *flags, CSRC / "fuzz_pool.cpp", pool, "-o", program], capture_output=True
+    )
     return made.returncode == 0
 
 
