@@ -1,6 +1,6 @@
 """How close does the CPU engine come to what this machine can do?
 
-    python -m benchmarks.speed.cpu [--quick] [--only experts,tiers,tokens,lattice,model,step,overhead,int8]
+    python -m benchmarks.speed.cpu [--quick] [--only experts,tiers,tokens,lattice,model,step,overhead,routers,int8]
                              [--markdown docs/performance.md] [--machine NAME]
 
 Every figure stands beside the limit measured in the same moment: the rate at which the same threads read the same
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,41 @@ def overhead(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     return table(("one call on 64 x 64 matrices", "us"), cells), [rows]
 
 
+def _median(call: Callable[[], object], before: Callable[[], object], repeats: int) -> float:
+    """Microseconds of a call, without what runs before each."""
+    times = []
+    for _ in range(repeats):
+        before()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def routers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Microseconds of a router's products, its weight in the caches; torch's also while the engine's threads wait."""
+    memory, rows, data = torch.ones(1 << 23, dtype=torch.uint8), [], []
+    repeats = 100 if quick else 1000
+    for dtype, n, k in ((torch.bfloat16, 128, 2048), (torch.bfloat16, 8, 4096), (torch.float32, 64, 2048)):
+        w = torch.randn(n, k).to(dtype)
+        for tokens in (1, 8, 16, 32, 64):
+            x = torch.randn(tokens, k).to(dtype)
+            ours, theirs = partial(ops.dense_linear, x, w), partial(torch.nn.functional.linear, x, w)
+            busy = partial(cpu.measure_read_bandwidth, memory, 1)
+            with torch.inference_mode():
+                found = [
+                    _median(ours, busy, repeats),
+                    _median(theirs, int, repeats),
+                    _median(theirs, busy, repeats),
+                ]
+            name = f"[{n}, {k}] {str(dtype).removeprefix('torch.')}"
+            rows.append((name, str(tokens), *(f"{us:.0f}" for us in found)))
+            data.append({"case": name, "tokens": tokens, "us": found})
+            print("  ".join(rows[-1]), flush=True)
+    head = ("router", "tokens", "engine, us", "torch", "torch, behind a call of the engine")
+    return table(head, rows), data
+
+
 def whole_models(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     """Decoding steps of models with true layers, INT3 body, INT8 head; and loading them."""
     rows, data = [], []
@@ -325,6 +361,7 @@ PARTS = {
     "model": whole_models,
     "step": steps,
     "overhead": overhead,
+    "routers": routers,
 }
 
 

@@ -12,6 +12,7 @@ import argparse
 import copy
 import statistics
 import time
+from ctypes import sizeof
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,15 @@ class Cut:
     def _parts(self, call: Any, args: Any, kwargs: Any) -> list[Any]:
         if call is not ops.step.run_nodes:
             return [(call, args, kwargs)]
-        groups = [list(nodes) for _, nodes in groupby(args[0], lambda node: node.kind in MATRICES)]
-        arrays = [ops.step.program(nodes) for nodes in groups]
-        runs = [self._clocked if nodes[0].kind in MATRICES else call for nodes in groups]
-        return [(run, (array, len(array)), {}) for run, array in zip(runs, arrays, strict=True)]
+        parts: list[Any] = []
+        first = 0
+        for matrices, nodes in groupby(args[0], lambda node: node.kind in MATRICES):
+            count = len(list(nodes))
+            # The same memory: where the logits go is written there.
+            part = (type(args[0][0]) * count).from_buffer(args[0], first * sizeof(type(args[0][0])))
+            parts.append((self._clocked if matrices else call, (part, count), {}))
+            first += count
+        return parts
 
     def _clocked(self, nodes: Any, count: int) -> None:
         started = time.perf_counter()

@@ -30,6 +30,7 @@ from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.plan import Offload
 from trilobite.runtime.step import lower, small, step_list
+from trilobite.runtime.step import texts as steps_of_texts
 from trilobite.runtime.step.step_list import COMPARED, RECORDED, WAITS
 from trilobite.runtime.step.trace import Node
 
@@ -81,6 +82,27 @@ def test_what_a_step_returns(packed: Callable[[str], Path]) -> None:
     assert found[0] is found["logits"] is found.logits
     assert found.to_tuple() == made.to_tuple()
     assert found.loss is None
+
+
+@pytest.mark.parametrize(("kind", "texts"), [("mixtral", 1), ("mixtral", 3), ("granitemoe", 1)])
+def test_logits_of_each_step_are_their_own(
+    kind: str, texts: int, packed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine writes them where they stay: a step leaves those of the one before as they were."""
+    model = load(str(packed(kind)))
+    monkeypatch.setattr(steps_of_texts, "WORTH", 0)
+    ids = tokens(texts)[:, None]
+    kept, cache = [], DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for _ in range(RECORDED + COMPARED + 4):
+            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            kept.append((logits, logits.clone()))
+    step = step_of(model) if texts == 1 else step_of(model).others.steps[texts]
+    assert step.right
+    assert step.ready is not None
+    assert step.ready.last is not None
+    assert len({logits.data_ptr() for logits, _ in kept}) == len(kept)
+    assert all(torch.equal(logits, then) for logits, then in kept)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])

@@ -17,7 +17,7 @@ from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.generate.text import Sampling
 from trilobite.runtime.step import texts
-from trilobite.runtime.step.lower import Lowered
+from trilobite.runtime.step.lowered import Lowered
 from trilobite.runtime.step.replay import Step
 from trilobite.runtime.step.step_list import StepList
 from trilobite.serve import batching as module

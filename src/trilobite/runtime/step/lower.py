@@ -4,9 +4,7 @@ Neighbouring nodes that the engine knows become one call of it; the others stay 
 Views are places, and cost nothing; what depends on weights alone is what it was.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int64
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.residence import AsStored
 from trilobite.runtime.step.calls import Copied, into, one_or_all
 from trilobite.runtime.step.index import Index
+from trilobite.runtime.step.lowered import Lowered, Run
 from trilobite.runtime.step.rows import Rows, Source
 from trilobite.runtime.step.small import small_nodes
 from trilobite.runtime.step.states import States
@@ -35,7 +34,6 @@ from trilobite.runtime.step.trace import (
 from trilobite.runtime.step.unsuited import Unsuited
 
 ALIGNMENT = 64
-Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def side_by_side(nodes: list[Node]) -> list[Node]:
@@ -63,65 +61,6 @@ def _read_by_matrix(node: Node) -> tuple[int, int, torch.Size] | None:
     return storage(x), x.storage_offset(), x.shape
 
 
-@dataclass(kw_only=True, eq=False)
-class Lowered:
-    """A step that runs: `steps` one after the other, on the places of `inputs`, then `logits` is there.
-
-    inputs: as of the trace    words: where each of them begins    rows, states, indices, sources: of the cache's layers
-    fixed: tensors of the model that places or results depend on    nbytes: of all places
-    counts: whether it reads how many tokens the cache has
-    """
-
-    steps: list[Run]
-    inputs: tuple[Tensor, ...]
-    words: tuple[c_int64, ...]
-    logits: Tensor
-    rows: dict[int, Rows]
-    states: dict[int, States]
-    indices: dict[int, Index]
-    sources: dict[int, Source]
-    fixed: list[Tensor]
-    natives: int
-    nbytes: int
-    counts: bool
-    keep: list[Any] = field(default_factory=list)
-
-    def follow(
-        self,
-        layers: Sequence[Any],
-        sources: Sequence[Any],
-        lengths: list[int] | None,
-        padding: list[int] | None,
-    ) -> None:
-        """Hold what a cache's layers hold, and have room for one more row. Raises NotNow for caches of other models.
-
-        sources: layers that hold keys and values of sources    lengths: of these, where some are shorter than others
-        padding: tokens that only fill texts up, in front of each
-        """
-        for i, source in self.sources.items():
-            source.follow(sources[i], lengths)
-        for i, rows in self.rows.items():
-            rows.follow(layers[i], padding)
-        groups: tuple[Mapping[int, States | Index], ...] = (self.states, self.indices)
-        for held in groups:
-            for i, each in held.items():
-                each.follow(layers[i])
-
-    def advance(self, layers: Sequence[Any]) -> None:
-        """Show a cache's layers the row that was written."""
-        groups: tuple[Mapping[int, Rows | Index], ...] = (self.rows, self.indices)
-        for held in groups:
-            for i, each in held.items():
-                each.advance(layers[i])
-
-    def forget(self) -> None:
-        """Hold nothing: what was written is not known, or steps of other texts come."""
-        for rows in (*self.rows.values(), *(index.rows for index in self.indices.values())):
-            rows.forget()
-        for source in self.sources.values():
-            source.forget()
-
-
 class Lowering:
     """Turns a trace into what runs."""
 
@@ -132,7 +71,7 @@ class Lowering:
         self.steps: list[Run] = []
         self.pending: list[Any] = []
         self.keep: list[Any] = []
-        self.natives = 0
+        self.natives = self.newest = 0
         self.rows: dict[int, Rows] = {}
         self.indices: dict[int, Index] = {}
         self.sources: dict[int, Source] = {}
@@ -157,6 +96,7 @@ class Lowering:
             self._emit(node)
         self._flush()
         self.logits = self.place(logits)
+        self.last = self._writer(nodes[-1], logits)
 
     def _fold(self) -> None:
         """Which nodes have to run: not views, nor what depends on weights alone."""
@@ -242,6 +182,7 @@ class Lowering:
 
     def _emit(self, node: Node) -> None:
         nodes = getattr(self, f"_{node.kind}")(node)
+        self.newest = len(nodes or ())
         if nodes is not None:
             self.pending += nodes
             return
@@ -255,6 +196,14 @@ class Lowering:
             self.steps.append((node.what if alone else call, args, kwargs))
         else:
             self.steps.append(self._torch_call(node, args, kwargs))
+
+    def _writer(self, operator: Node, logits: Tensor) -> Any:
+        """The last operator's node of the engine, if it is one and makes all of the logits; None if not."""
+        made = [(storage(t), t.numel()) for t in operator.outputs]
+        if self.newest != 1 or made != [(storage(logits), logits.numel())] or not logits.is_contiguous():
+            return None
+        program, count = self.steps[-1][1]
+        return program[count - 1]
 
     def _flush(self) -> None:
         if self.pending:
@@ -374,6 +323,7 @@ def lower(trace: Trace, logits: Tensor) -> Lowered:
         inputs=made.inputs,
         words=tuple(c_int64.from_address(t.data_ptr()) for t in made.inputs),
         logits=made.logits,
+        last=made.last,
         rows=made.rows,
         states={at: States(places) for at, places in made.states_by_layer().items()},
         indices=made.indices,

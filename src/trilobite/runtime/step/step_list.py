@@ -32,7 +32,8 @@ from trilobite.runtime.step.conditions import (
     token_name,
 )
 from trilobite.runtime.step.differ import differ
-from trilobite.runtime.step.lower import Lowered, lower
+from trilobite.runtime.step.lower import lower
+from trilobite.runtime.step.lowered import Lowered
 from trilobite.runtime.step.trace import Trace, record
 from trilobite.runtime.step.unsuited import NotNow, Unsuited
 from trilobite.runtime.step.watch import Watch
@@ -239,12 +240,10 @@ class StepList:
             ready.inputs[1].copy_(position)
         ready.words[2].value = length
         try:
-            for call, args, kwargs in ready.steps:
-                call(*args, **kwargs)
+            return ready.run()
         except BaseException:
             ready.forget()
             raise
-        return ready.logits.clone()
 
     def run_in_pages(self, pages: BatchPages, kwargs: dict[str, Any]) -> Any:
         """What the model returns, or None where there is no list for it; the first step runs both ways."""
