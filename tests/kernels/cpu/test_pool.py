@@ -33,6 +33,8 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
     if not build(tmp_path / "whole", pool):
         pytest.skip("the compiler has no ThreadSanitizer")
     whole = run(tmp_path / "whole")
+    if "unexpected memory mapping" in whole.stderr:
+        pytest.skip("ThreadSanitizer does not know how this kernel lays memory out")
     assert (whole.returncode, whole.stdout) == (0, f"400 jobs of up to {THREADS} threads\n"), whole.stderr
     waiting = "passed_.load() >= shares"
     text = pool.read_text()
