@@ -9,7 +9,7 @@ import pytest
 
 CSRC = Path(__file__).parents[3] / "csrc"
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or ""
-THREADS = "5"
+THREADS, JOBS = "5", "1000"
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 
@@ -24,7 +24,7 @@ def build(program: Path, pool: Path) -> bool:
 
 def run(program: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TRILOBITE_THREADS": THREADS, "TSAN_OPTIONS": "halt_on_error=1"}
-    return subprocess.run([program, "400"], capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run([program, JOBS], capture_output=True, text=True, env=environment, timeout=300)
 
 
 def test_threads_wait_for_each_other(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole")
     if "unexpected memory mapping" in whole.stderr:
         pytest.skip("ThreadSanitizer does not know how this kernel lays memory out")
-    assert (whole.returncode, whole.stdout) == (0, f"400 jobs of up to {THREADS} threads\n"), whole.stderr
+    assert (whole.returncode, whole.stdout) == (0, f"{JOBS} jobs of up to {THREADS} threads\n"), whole.stderr
     waiting = "passed_.load() >= shares"
     text = pool.read_text()
     assert text.count(waiting) == 1
