@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.lib.whole_models import leave_to_disk
 from trilobite.checkpoint.folder import INDEX
 from trilobite.checkpoint.layers import layer_number
 from trilobite.checkpoint.layout import Shard, StoredTensor, Unit
@@ -71,6 +72,7 @@ def deepen(packed: Path, out: Path, layers: int) -> None:
     (out / REPORT).write_text(json.dumps(report))
     if (packed / "generation_config.json").exists():
         shutil.copy(packed / "generation_config.json", out)
+    leave_to_disk(out)
 
 
 def main() -> None:

@@ -1,7 +1,12 @@
-"""Packed models of true layers, but few of them; what one decoding step of a model reads, and where its time goes."""
+"""Packed models of true layers, but few of them; what one decoding step of a model reads, and where its time goes.
 
+    python -m benchmarks.lib.whole_models FOLDER mixtral deepseek qwen3
+
+writes FOLDER/Mixtral-8x7B and so on, INT3 of random weights, which other scripts take; what is there is not made again.
+"""
+
+import argparse
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -125,18 +130,27 @@ def packed_models(
     layers: default: those of `SHAPES`
     """
     for name in names:
-        config, title = _config(name, layers)
         with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-            source, packed = Path(folder, "source"), Path(folder, "packed")
-            make_checkpoint(config, source)
-            compress(str(source), packed, load_recipe("rtn3"))
-            shutil.rmtree(source)
-            # What was just written lies in the page cache in pieces; read from disk, as users have it, it lies better.
-            for file in packed.iterdir():
-                with file.open() as opened:
-                    os.fsync(opened.fileno())
-                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            yield title, packed
+            packed = Path(folder, "packed")
+            yield pack(name, packed, layers), packed
+
+
+def pack(name: str, packed: Path, layers: int | None = None) -> str:
+    """Write a packed model of these layers (None: those of `SHAPES`) to the folder; returns its title."""
+    config, title = _config(name, layers)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as source:
+        make_checkpoint(config, Path(source))
+        compress(source, packed, load_recipe("rtn3"))
+    leave_to_disk(packed)
+    return title
+
+
+def leave_to_disk(folder: Path) -> None:
+    """What was just written lies in the page cache in pieces; read from disk, as users have it, it lies better."""
+    for file in folder.iterdir():
+        with file.open() as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def clock_modules(model: Any) -> dict[str, float]:
@@ -172,3 +186,25 @@ def step_bytes(model: Any, batch: int) -> float:
             size = sum(t.nbytes for t in module.buffers())
             total -= size * (1 - active / module.num_experts) ** batch
     return float(total)
+
+
+def main() -> None:
+    """Parse, write."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("folder", type=Path)
+    options.add_argument("names", nargs="+", choices=list(SHAPES))
+    args = options.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in args.names:
+        folder = args.folder / SHAPES[name][1]
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=args.folder) as work:
+                pack(name, Path(work, folder.name))
+                Path(work, folder.name).rename(folder)
+        print(folder, flush=True)
+
+
+if __name__ == "__main__":
+    main()

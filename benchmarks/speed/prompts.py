@@ -2,7 +2,8 @@
 
     python -m benchmarks.speed.prompts --builds FOLDER --python ENV/bin/python --page docs/performance.md
 
-FOLDER keeps llama.cpp's programs (`benchmarks.lib.llama`), ENV has the package gguf. Of a prompt whose last token alone
+FOLDER keeps llama.cpp's programs (`benchmarks.lib.llama`), ENV has the package gguf; `--tier avx_vnni` caps both
+programs to an instruction set. Of a prompt whose last token alone
 is asked for, llama.cpp leaves out what its last layer would compute of the others: little of a whole model, most of one
 with two layers. So each shape is measured at two depths, and a whole model takes what the shallow one takes, and for
 each layer more what a layer takes: the difference. Both programs, in turns, `--rounds` times; medians of seconds. The
@@ -62,7 +63,7 @@ def theirs(folder: Path, file: Path, threads: int, prompt: int) -> float:
 
 def measure(name: str, work: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Median seconds of each program, at each depth and of a whole model ("whole")."""
-    threads, peer = cpu.team(None), build(LLAMA, NATIVE, args.builds)
+    threads, peer = cpu.team(None), build(LLAMA, args.tier, args.builds)
     programs: dict[tuple[str, int], Callable[[], float]] = {}
     shallow, deep, whole = DEPTHS[name]
     for layers in (shallow, deep):
@@ -115,9 +116,13 @@ def main() -> None:
     options.add_argument("--shapes", nargs="+", choices=list(DEPTHS), default=list(DEPTHS))
     options.add_argument("--prompt", type=int, default=512)
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument(
+        "--tier", default=NATIVE, help="instruction set; default: all that the processor has"
+    )
     add_page(options, MARKER)
     add_machine(options)
     args = options.parse_args()
+    cpu.set_tier(None if args.tier == NATIVE else args.tier)
     peaks = {mode: cpu.measure_peak(mode) for mode in MODES}
     limit = f"peak: exact {peaks['exact']:.0f} GMAC/s, int8 {peaks['int8']:.0f} ({cpu.info()['tier']})"
     print(limit, flush=True)

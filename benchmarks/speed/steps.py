@@ -172,8 +172,10 @@ def main() -> None:
             found = measure(model, mode, texts, args)
             beside = "" if texts == 1 else f", {texts} texts"
             title = f"{folder.name}, {layers} layers{beside}"
-            rows.append(row(title, mode, found, step_bytes(model, texts), texts))
-            summary.append({"model": folder.name, "layers": layers, "mode": mode, "texts": texts, **found})
+            size = step_bytes(model, texts)
+            rows.append(row(title, mode, found, size, texts))
+            case = {"model": folder.name, "layers": layers, "mode": mode, "texts": texts, "bytes": size}
+            summary.append({**case, **found})
             print("  ".join(rows[-1]), flush=True)
     publish(
         table(HEADER, rows),

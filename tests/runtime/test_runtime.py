@@ -1,12 +1,14 @@
 import contextlib
 import copy
 import json
+import mmap
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -40,6 +42,7 @@ from trilobite.quantize.run.compress import compress
 from trilobite.quantize.run.lines import quantize_line
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import Format, Recipe, Role, Rule, load_recipe
+from trilobite.runtime import load as load_module
 from trilobite.runtime.generate import cache as cache_module
 from trilobite.runtime.generate.cache import FixedCache, GrowingCache
 from trilobite.runtime.load import load
@@ -363,20 +366,15 @@ def test_tensors_are_views_of_the_file(
     models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No stacking copies: the experts of a layer lie in one slab, which is a stretch of the mapping."""
-    real, mapped = torch.UntypedStorage.from_file, []
-
-    def spy(*args: object, **settings: object) -> torch.UntypedStorage:
-        mapped.append(real(*args, **settings))
-        return mapped[-1]
-
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", spy)
+    mapped: list[mmap.mmap] = []
+    monkeypatch.setattr(load_module, "prefer_huge_pages", mapped.append)
     packed = load(str(models("mixtral").packed(MILO)))
-    (file,) = mapped
+    (file,) = (np.frombuffer(pages, dtype=np.uint8) for pages in mapped)
     experts = [m for m in packed.modules() if isinstance(m, PackedExperts)]
     linear = next(m for m in packed.modules() if isinstance(m, PackedLinear))
     assert len(experts) == 2
     for tensor in (*(m.residence.slab for m in experts), linear.weight_packed):
-        assert 0 <= tensor.data_ptr() - file.data_ptr() <= file.nbytes() - tensor.nbytes
+        assert 0 <= tensor.data_ptr() - file.ctypes.data <= file.nbytes - tensor.nbytes
 
 
 # Files that are not what they should be.

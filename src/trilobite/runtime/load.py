@@ -1,10 +1,12 @@
 """Load a checkpoint, packed or original, as a transformers model; packed weights stay in the mapped file."""
 
+import mmap
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -34,6 +36,7 @@ from trilobite.models.quiet import quiet
 from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.attention import attend_natively
 from trilobite.runtime.heap import keep_freed_memory
+from trilobite.runtime.huge_pages import prefer_huge_pages
 from trilobite.runtime.modules.router import route_natively
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier
@@ -225,8 +228,11 @@ def map_tensors(source: Source) -> dict[str, Tensor]:
     """
     mapped = {}
     for file, entry in source.files.items():
-        storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=entry.size)
-        mapped[file] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload, arg-type]
+        with file.open("rb") as opened:
+            # Private: torch insists on memory that may be written to, and the file never changes by it.
+            pages = mmap.mmap(opened.fileno(), entry.size, access=mmap.ACCESS_COPY)
+        prefer_huge_pages(pages)
+        mapped[file] = np.frombuffer(pages, dtype=np.uint8)
     tensors = {}
     for names in _stretches(source):
         file = source.tensors[names[0]].file

@@ -1,12 +1,12 @@
 """Memory of one purpose: slots of equal size, anonymous, aligned for O_DIRECT, and counted to the byte."""
 
 import mmap
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from trilobite.errors import OffloadError
+from trilobite.runtime.huge_pages import prefer_huge_pages
 
 ALIGN = 4096
 """Of addresses, offsets and lengths that O_DIRECT takes, on every file system that we know."""
@@ -35,11 +35,7 @@ class Arena:
             raise OffloadError(
                 f"{nbytes / 1e9:.2f} GB for experts cannot be had ({e.strerror}); ask for less with --memory"
             ) from e
-        if hasattr(
-            mmap, "MADV_HUGEPAGE"
-        ):  # the engine streams through slots: fewer pages, fewer misses of their table
-            with suppress(OSError):  # not all kernels have them
-                self._pages.madvise(mmap.MADV_HUGEPAGE)
+        prefer_huge_pages(self._pages)
         self._view = memoryview(self._pages)
         self.tensor: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
 
