@@ -9,6 +9,7 @@ from trilobite.formats.affine import packed_shape, scale_shape
 from trilobite.formats.incoherence import draw_signs
 from trilobite.formats.lattice import DIM, LatticeRecord
 from trilobite.formats.weight import factor_shape, stored_shapes
+from trilobite.huge_pages import ones
 from trilobite.kernels.expert_table import Column, metadata_kind
 from trilobite.kernels.layer import ExpertsLayer
 from trilobite.measure.shapes import DEEPSEEK as ROUTED
@@ -49,7 +50,7 @@ def make_layer(
     supers = [torch.Size(scale_shape(f, *s) or (0,)).numel() for f, s in zip(formats, shapes, strict=True)]
     factors = [[torch.Size(factor_shape("int3", rank, m)).numel() for m in shape] for shape in shapes]
     per_expert = sum(sizes) + sum(supers) + sum(map(sum, factors))
-    slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
+    slab = ones(layer.experts * per_expert)  # as models have them
     data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
     at = 0
     for e in range(layer.experts):
@@ -78,7 +79,7 @@ def make_lattice_layer(layer: ExpertsShape, fmt: LatticeFormat) -> tuple[Experts
     record = LatticeRecord(format=fmt, scale=0.01, second=0.003 if fmt.two_stages else 0.0).to_tensor()
     shapes = [stored_shapes(fmt, n, k) for n, k in ((i, h), (i, h), (h, i))]
     per_expert = sum(torch.Size(s).numel() for parts in shapes for s in parts.values())
-    slab = torch.empty(layer.experts * per_expert, dtype=torch.uint8)
+    slab = ones(layer.experts * per_expert)  # as models have them
     data = torch.full((layer.experts, 3, len(Column)), -1, dtype=torch.int64)
     at = 0
     for e in range(layer.experts):

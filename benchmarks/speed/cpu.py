@@ -32,6 +32,7 @@ from benchmarks.lib.script import SHARED, TEXT, add_machine, of_machine
 from benchmarks.lib.whole_models import clock_modules, packed_models, step_bytes
 from trilobite.evaluate.perplexity import score, tokenize_file
 from trilobite.formats.incoherence import draw_signs
+from trilobite.huge_pages import ones
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings, ExpertsLayer
@@ -311,7 +312,7 @@ def steps(quick: bool) -> tuple[str, list[dict[str, Any]]]:
 
 def _generate(model: Any, batch: int, length: int) -> tuple[float, float]:
     ids = torch.randint(0, 32000, (batch, 16))
-    probe_memory = torch.ones(512 << 20, dtype=torch.uint8)
+    probe_memory = ones(512 << 20)
     rates, probes = [], []
     with torch.inference_mode():
         for _ in range(3):
@@ -373,7 +374,7 @@ def main() -> None:
     add_machine(parser)
     options = parser.parse_args()
     facts = cpu.info()
-    memory = torch.ones(1 << 30, dtype=torch.uint8)
+    memory = ones(1 << 30)
     print(
         f"{facts['tier']}, {facts['threads']} threads; read {cpu.measure_read_bandwidth(memory):.1f} GB/s (1 GiB)"
     )

@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
 from benchmarks.lib.whole_models import packed_models, step_bytes
+from trilobite.huge_pages import ones
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.runtime.load import load
 from trilobite.runtime.step.step_list import COMPARED, RECORDED
@@ -55,7 +56,7 @@ def milliseconds(model: Any, cache: DynamicCache, steps: int) -> list[float]:
 @torch.inference_mode()
 def measure(model: Any, tokens: int, options: argparse.Namespace) -> dict[str, float]:
     """Medians in milliseconds, and of the probe in GB/s."""
-    step, memory = model.forward, torch.ones(PROBED, dtype=torch.uint8)
+    step, memory = model.forward, ones(PROBED)
     found: dict[str, list[float]] = defaultdict(list)
     cache = remembered(model, tokens)
     for _ in range(options.rounds):

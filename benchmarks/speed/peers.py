@@ -29,6 +29,7 @@ import torch
 from benchmarks.lib.llama import IK, LLAMA, NATIVE, batched_bench, bench, build
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
+from trilobite.huge_pages import ones
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings
 from trilobite.runtime.load import load
@@ -133,7 +134,7 @@ def bring(files: Iterable[Path]) -> None:
 
 def measure(folder: Path, file: Path, tier: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Medians of each program, and of the probe before it in GB/s; only the probe of one that does not run."""
-    model, memory = load(str(folder)), torch.ones(PROBED, dtype=torch.uint8)
+    model, memory = load(str(folder)), ones(PROBED)
     programs: dict[str, Callable[[], dict[str, float]]] = {
         mode: partial(ours, model, mode, options) for mode in MODES
     }

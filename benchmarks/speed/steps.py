@@ -24,6 +24,7 @@ from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
 from benchmarks.lib.whole_models import step_bytes
 from benchmarks.speed.peers import read_prompt
+from trilobite.huge_pages import ones
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings
@@ -112,7 +113,7 @@ def measure(model: Any, mode: str, texts: int, options: argparse.Namespace) -> d
     """Medians over all steps, in seconds, and of the probe in GB/s."""
     configure(model, CpuSettings(mode))
     step, vocabulary = model.forward, model.config.vocab_size
-    memory = torch.ones(PROBED, dtype=torch.uint8)
+    memory = ones(PROBED)
     read_prompt(model, MAPPED)
     cache = begin(model, torch.randint(vocabulary, (texts, options.prompt)))
     timed(model, cache, torch.randint(vocabulary, (WORTH * (texts > 1) + RECORDED + COMPARED, texts)))

@@ -30,13 +30,13 @@ from trilobite.errors import (
     one_line,
     refuse_exhausted,
 )
+from trilobite.huge_pages import prefer_huge_pages
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.quiet import quiet
 from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.attention import attend_natively
 from trilobite.runtime.heap import keep_freed_memory
-from trilobite.runtime.huge_pages import prefer_huge_pages
 from trilobite.runtime.modules.router import route_natively
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier

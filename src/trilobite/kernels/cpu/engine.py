@@ -22,6 +22,7 @@ from trilobite.errors import ArchitectureError, ShapeError
 from trilobite.formats.bitpack import BLOCK
 from trilobite.formats.incoherence import factors
 from trilobite.formats.weight import PackedWeight
+from trilobite.huge_pages import ones
 from trilobite.kernels.activation import split
 from trilobite.kernels.cpu import native
 from trilobite.kernels.cpu.matrix import dense, dtype_code, lattice_matrix, matrix, rotation
@@ -102,7 +103,7 @@ def set_tier(name: str | None) -> str:
 
 def measure_read_bandwidth(data: Tensor | None = None, repeats: int = 5, threads: int | None = None) -> float:
     """Median GB/s at which the pool reads `data` (default: 512 MiB of fresh memory) once."""
-    data = torch.ones(512 << 20, dtype=torch.uint8) if data is None else data
+    data = ones(512 << 20) if data is None else data
     threads = threads or team(None)
     seconds = sorted(
         library().trilobite_read_seconds(data.data_ptr(), data.nbytes, threads) for _ in range(repeats)

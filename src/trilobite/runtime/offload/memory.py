@@ -1,12 +1,10 @@
 """Memory of one purpose: slots of equal size, anonymous, aligned for O_DIRECT, and counted to the byte."""
 
-import mmap
-
 import torch
 from torch import Tensor
 
 from trilobite.errors import OffloadError
-from trilobite.runtime.huge_pages import prefer_huge_pages
+from trilobite.huge_pages import private_memory
 
 ALIGN = 4096
 """Of addresses, offsets and lengths that O_DIRECT takes, on every file system that we know."""
@@ -29,13 +27,11 @@ class Arena:
         self.slots, self.slot_bytes = slots, slot_bytes
         nbytes = max(ALIGN, slots * slot_bytes)
         try:
-            # Private: a shared mapping would be written to by both after a fork.
-            self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._pages = private_memory(nbytes)
         except OSError as e:
             raise OffloadError(
                 f"{nbytes / 1e9:.2f} GB for experts cannot be had ({e.strerror}); ask for less with --memory"
             ) from e
-        prefer_huge_pages(self._pages)
         self._view = memoryview(self._pages)
         self.tensor: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
 

@@ -3,6 +3,9 @@
 import mmap
 from contextlib import suppress
 
+import torch
+from torch import Tensor
+
 
 def prefer_huge_pages(pages: mmap.mmap) -> None:
     """Ask for them, before the first byte is touched; nothing happens where there are none.
@@ -13,3 +16,16 @@ def prefer_huge_pages(pages: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # not all kernels have them
             pages.madvise(mmap.MADV_HUGEPAGE)
+
+
+def private_memory(nbytes: int) -> mmap.mmap:
+    """So many bytes of this process, in huge pages. Raises OSError when there is no such memory."""
+    # Private: a shared mapping would be written to by both after a fork.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    prefer_huge_pages(pages)
+    return pages
+
+
+def ones(nbytes: int) -> Tensor:
+    """[nbytes] uint8 in such memory, all of it touched: what a probe of the memory reads."""
+    return torch.frombuffer(private_memory(nbytes), dtype=torch.uint8).fill_(1)

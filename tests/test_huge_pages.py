@@ -1,4 +1,4 @@
-"""Weights are asked for in huge pages: where they are mapped from a file, and where slots hold them."""
+"""Huge pages are asked for: where weights are mapped from a file, where slots hold them, and where a probe reads."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.architectures import build_checkpoint
 
+from trilobite.huge_pages import ones
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.load import load
@@ -46,6 +47,9 @@ def _experts(model: torch.nn.Module) -> torch.Tensor:
     return next(b for m in model.modules() if isinstance(m, PackedExperts) for b in m.buffers())
 
 
-def test_slots() -> None:
+def test_slots_and_what_probes_read() -> None:
     assert ADVISED in flags(Arena(2, ALIGN).tensor.data_ptr())
+    probed = ones(3)
+    assert probed.tolist() == [1, 1, 1]
+    assert ADVISED in flags(probed.data_ptr())
     assert ADVISED not in flags(torch.ones(1).data_ptr())
