@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.architectures import build_checkpoint
+from transformers import AutoModelForCausalLM
 
 from trilobite.huge_pages import ones
 from trilobite.quantize.run.compress import compress
@@ -37,14 +38,19 @@ def flags(address: int) -> list[str]:
 def test_mapped_weights(tmp_path: Path) -> None:
     build_checkpoint("mixtral", tmp_path / "original")
     compress(str(tmp_path / "original"), tmp_path / "packed", load_recipe("rtn3"))
-    for folder in ("packed", "original"):
-        model = load(str(tmp_path / folder))
-        weight = next(model.parameters()) if folder == "original" else _experts(model)
-        assert ADVISED in flags(weight.data_ptr()), folder
+    packed, original = (load(str(tmp_path / name)) for name in ("packed", "original"))
+    for weight in (_experts(packed), next(original.parameters())):
+        assert ADVISED in flags(weight.data_ptr())
+    copied = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert ADVISED in flags(_slab(copied).data_ptr())
 
 
 def _experts(model: torch.nn.Module) -> torch.Tensor:
     return next(b for m in model.modules() if isinstance(m, PackedExperts) for b in m.buffers())
+
+
+def _slab(model: torch.nn.Module) -> torch.Tensor:
+    return next(m.residence.slab for m in model.modules() if isinstance(m, PackedExperts))
 
 
 def test_slots_and_what_probes_read() -> None:

@@ -26,6 +26,11 @@ def private_memory(nbytes: int) -> mmap.mmap:
     return pages
 
 
+def empty(nbytes: int) -> Tensor:
+    """[nbytes] uint8 in such memory, zeros until they are written; at least one byte."""
+    return torch.frombuffer(private_memory(nbytes), dtype=torch.uint8)
+
+
 def ones(nbytes: int) -> Tensor:
-    """[nbytes] uint8 in such memory, all of it touched: what a probe of the memory reads."""
-    return torch.frombuffer(private_memory(nbytes), dtype=torch.uint8).fill_(1)
+    """The same, all of it touched: what a probe of the memory reads."""
+    return empty(nbytes).fill_(1)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilobite import huge_pages
 from trilobite.errors import ShapeError
 from trilobite.formats.lattice import DIM
 from trilobite.formats.weight import PackedWeight, check_unscaled, compensator_of, factor_shape, stored_shapes
@@ -93,7 +94,10 @@ def _copy(parts: list[Tensor]) -> tuple[Tensor, dict[int, int]]:
     for t in parts:
         offset_of[id(t)] = end
         end += -(-t.nbytes // 64) * 64
-    slab = torch.empty(end, dtype=torch.uint8, device=parts[0].device)
+    device = parts[0].device
+    slab = (
+        huge_pages.empty(end) if device.type == "cpu" else torch.empty(end, dtype=torch.uint8, device=device)
+    )
     for t in parts:
         offset = offset_of[id(t)]
         slab[offset : offset + t.nbytes] = t.contiguous().view(torch.uint8).flatten()
