@@ -9,7 +9,6 @@ lacks can be built all the same, and carried to one that has it.
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from trilobite.quantize.run.options import usable_cores
 
 LLAMA, IK = "llama.cpp", "ik_llama.cpp"
 NATIVE = "native"
@@ -112,7 +113,7 @@ def build(name: str, tier: str, folder: Path) -> Path:
         ]
         configure = ["cmake", "-S", str(sources(name, folder)), "-B", str(made), *(f"-D{o}" for o in options)]
         subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-        jobs = str(len(os.sched_getaffinity(0)))
+        jobs = str(usable_cores())
         subprocess.run(["cmake", "--build", str(made), "-j", jobs, "--target", *PROGRAMS], check=True)
     return made / "bin"
 

@@ -150,7 +150,8 @@ def leave_to_disk(folder: Path) -> None:
     for file in folder.iterdir():
         with file.open() as opened:
             os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):  # macOS has none
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def clock_modules(model: Any) -> dict[str, float]:
