@@ -154,7 +154,7 @@ def make_inputs(folder: Path, chosen: Sequence[Part], others: Sequence[str]) -> 
     if any(part.peers for part in chosen):
         for tier in (llama.NATIVE, *others):
             llama.build(llama.LLAMA, tier, folder / "builds")
-        if not python(folder).exists():
+        if not list((folder / "python").glob("lib/*/site-packages/gguf")):
             venv.create(folder / "python", with_pip=True)
             _run([python(folder), "-m", "pip", "install", "--quiet", "gguf"])
         for shape, layers in SHAPES.items():
