@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
+from benchmarks.lib.small_pages import in_small_pages
 from benchmarks.lib.whole_models import step_bytes
 from benchmarks.speed.peers import read_prompt
 from trilobite.huge_pages import ones
@@ -161,10 +162,15 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=16, help="steps of a round, each way")
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--modes", nargs="+", default=["exact", "int8"])
+    options.add_argument(
+        "--small-pages", action="store_true", help="weights mapped without asking for huge pages"
+    )
     add_page(options, MARKER)
     add_machine(options)
     add_output(options)
     args = options.parse_args()
+    if args.small_pages:
+        in_small_pages()
     rows, summary = [], []
     for folder in args.packed:
         model = load(str(folder))

@@ -43,7 +43,7 @@ from benchmarks.quality import (
     tasks,
 )
 from benchmarks.speed import attention as speed_of_attention
-from benchmarks.speed import calibrated_cost, latents, offload_gpu, planned_token, prompts
+from benchmarks.speed import calibrated_cost, cold, latents, offload_gpu, planned_token, prompts
 from benchmarks.speed import compress as speed_of_compress
 from benchmarks.speed import peers as speed_of_peers
 from benchmarks.speed import planned as speed_of_planned
@@ -404,6 +404,15 @@ def test_steps_over_latents(run: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     rows = run(latents, "--tokens", 20, 40, "--rounds", 1, "--steps", 2)["latents"]
     assert [row["tokens"] for row in rows] == [20, 40]
     assert min(row[way] for row in rows for way in latents.WAYS) > 0
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="no /proc/self/io here")
+def test_first_tokens_from_the_disk(run: Any, model: Path, tmp_path: Path) -> None:
+    compress(str(model), tmp_path / "packed", load_recipe("rtn3"))
+    rows = run(cold, tmp_path / "packed", "--prompt", 3, "--tokens", 2, "--rounds", 1)["rows"]
+    assert [row["pages"] for row in rows] == ["small", "huge"]
+    assert all(row["prompt"] > 0 and row["token"] > 0 and row["read"] >= 0 for row in rows)
 
 
 @pytest.mark.skipif(not engine.available(), reason="no native CPU engine")

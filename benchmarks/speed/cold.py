@@ -1,0 +1,96 @@
+"""The first tokens of a model whose file comes from the disk: weights in small pages and in huge ones, in turns.
+
+    python -m benchmarks.speed.cold PACKED.. --page docs/performance.md
+
+PACKED are folders that `trilobite compress` wrote. Each turn is a process of its own, before which the files are driven
+out of memory: seconds of a prompt, milliseconds of the tokens behind it, mean, and what the disk was read for them
+(Linux). How far the system reads ahead (/sys/block/*/queue/read_ahead_kb) matters, and is left as it is; `--limit 5`
+has a process in a control group of so many GB (as root). The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from benchmarks.lib.control_group import limited, read_bytes
+from benchmarks.lib.markdown import table
+from benchmarks.lib.script import ROOT, add_machine, add_page, of_machine, parser, publish
+from benchmarks.lib.small_pages import in_small_pages
+from benchmarks.lib.whole_models import leave_to_disk
+from trilobite.runtime.load import load
+
+MARKER = "speed-cold"
+WAYS: dict[str, Callable[[], None]] = {"small": in_small_pages, "huge": lambda: None}
+HEADER = ("model", "pages", "turn", "prompt, s", "tokens, ms each", "read, GB")
+
+
+@torch.inference_mode()
+def begin(folder: Path, prompt: int, tokens: int, limit: float) -> dict[str, float]:
+    """In this process: seconds of the prompt, of a token, mean, and bytes that the disk was read for."""
+    with limited(int(limit * 1e9)) if limit else nullcontext():
+        model = load(str(folder))
+        ids = torch.randint(model.config.vocab_size, (1, prompt + tokens))
+        before, started = read_bytes(), time.perf_counter()
+        cache = model(ids[:, :prompt], use_cache=True).past_key_values
+        first, times = time.perf_counter() - started, []
+        for i in range(prompt, prompt + tokens):
+            started = time.perf_counter()
+            model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+            times.append(time.perf_counter() - started)
+        return {"prompt": first, "token": statistics.mean(times), "read": read_bytes() - before}
+
+
+def in_turn(folder: Path, way: str, args: argparse.Namespace) -> dict[str, float]:
+    """The same in a process of its own, from the disk."""
+    leave_to_disk(folder)
+    numbers = ["--prompt", args.prompt, "--tokens", args.tokens, "--limit", args.limit, "--way", way]
+    command = [sys.executable, "-m", __spec__.name, str(folder.resolve()), *map(str, numbers)]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    options = parser(__doc__)
+    options.add_argument("packed", type=Path, nargs="+", help="packed models")
+    options.add_argument("--prompt", type=int, default=16)
+    options.add_argument("--tokens", type=int, default=24)
+    options.add_argument("--rounds", type=int, default=2)
+    options.add_argument("--limit", type=float, default=0, help="GB of memory that a process may hold")
+    options.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)  # of a child
+    add_page(options, MARKER)
+    add_machine(options)
+    args = options.parse_args()
+    if args.way:
+        WAYS[args.way]()
+        torch.manual_seed(0)
+        print(json.dumps(begin(args.packed[0], args.prompt, args.tokens, args.limit)))
+        return
+    rows, summary = [], []
+    for folder in args.packed:
+        layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+        for turn in range(1, args.rounds + 1):
+            for way in WAYS:
+                found = in_turn(folder, way, args)
+                cells = (
+                    f"{found['prompt']:.2f}",
+                    f"{found['token'] * 1e3:.0f}",
+                    f"{found['read'] / 1e9:.1f}",
+                )
+                rows.append((f"{folder.name}, {layers} layers", way, str(turn), *cells))
+                summary.append({"model": folder.name, "pages": way, "turn": turn, **found})
+                print("  ".join(rows[-1]), flush=True)
+    publish(table(HEADER, rows), {"rows": summary}, page=args.page, marker=of_machine(MARKER, args.machine))
+
+
+if __name__ == "__main__":
+    main()
