@@ -241,7 +241,12 @@ def main() -> None:
     if unknown := [name for name in names if name not in found]:
         options.error(f"--only {unknown[0]}: no such part; here are {', '.join(found)}")
     folder.mkdir(parents=True, exist_ok=True)
-    make_inputs(folder, [found[name] for name in names], others)
+    try:
+        make_inputs(folder, [found[name] for name in names], others)
+    except subprocess.CalledProcessError as e:
+        sys.exit(
+            f"error: what is measured cannot be made ({e}); --only layers,steps,texts,compress fetches nothing"
+        )
     begin(args.page, found)
     failed = [name for name in names if not measure(name, found[name], folder, args.page)]
     known = list(aims(folder, found))

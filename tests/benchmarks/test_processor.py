@@ -1,6 +1,7 @@
 """The command that measures a processor: its aims, and that parts fail, go on, and are kept."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,19 @@ def test_parts_fail_go_on_and_are_kept(
     with pytest.raises(SystemExit):
         run("--only", "none")
     assert "--only none: no such part; here are wrong, right" in capsys.readouterr().err
+
+
+def test_what_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path, *_: object) -> None:
+        raise subprocess.CalledProcessError(1, ["pip", "download"])
+
+    monkeypatch.setattr(processor, "make_inputs", fail)
+    monkeypatch.setattr(sys, "argv", ["processor", str(tmp_path), "--page", str(tmp_path / "page.md")])
+    with pytest.raises(
+        SystemExit, match=r"error: what is measured cannot be made \(Command '\['pip', 'download'\]'"
+    ):
+        processor.main()
+    assert not (tmp_path / "page.md").exists()
 
 
 @pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
