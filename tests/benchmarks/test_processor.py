@@ -95,6 +95,8 @@ def test_parts_fail_go_on_and_are_kept(
     }
     monkeypatch.setattr(processor, "parts", lambda folder, others: known)
     monkeypatch.setattr(processor, "OF", {"compress": lambda found, cap: OF["compress"](COMPRESS, cap)})
+    facts = {"cpu": {"model": "Abacus", "cores_usable": 2, "flags": ["beads"]}, "memory": {"total_GB": 1.5}}
+    monkeypatch.setattr(processor.doctor, "examine", lambda: facts)
     page = tmp_path / "pages" / "mine.md"
 
     def run(*options: str) -> Any:
@@ -109,7 +111,8 @@ def test_parts_fail_go_on_and_are_kept(
     assert not (tmp_path / "work/wrong.json").exists()
     assert "rows" in json.loads((tmp_path / "work/right.json").read_text())
     text = page.read_text()
-    assert text.startswith("# ")
+    assert text.startswith("# Abacus\n")
+    assert "2 cores with beads; 1.5 GB of memory." in text
     assert "1 of 2 are met." in text
     assert "heads" in text.partition("## Wrong")[2]
 
