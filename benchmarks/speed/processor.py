@@ -37,6 +37,8 @@ OTHERS = ("avx2", "avx_vnni", "avx512", "avx512_vnni")
 """Instruction sets beside all that the processor has: those for which llama.cpp has other kernels."""
 LAPTOP = ("avx_vnni", "avx2")
 """The first of them that a processor has beside its own stands for laptops."""
+PLAIN = ("avx2",)
+"""What compression is measured on, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +115,23 @@ def parts(folder: Path, others: Sequence[str]) -> dict[str, Part]:
             aims="compress",
         ),
     }
+    return found | _capped_parts(reading, others)
+
+
+def _capped_parts(reading: Sequence[object], others: Sequence[str]) -> dict[str, Part]:
+    """What is measured once more as lesser processors compute. reading: arguments of prompts"""
+    found = {}
     for cap in [tier for tier in LAPTOP if tier in others][:1]:
         found[f"prompts-{cap}"] = Part(
             title=f"Prompts of whole models, {cap}",
             script=prompts,
             arguments=[*reading, "--tier", cap, "--machine", cap],
             tables=[f"{prompts.MARKER}-{cap}"],
+            cap=cap,
             aims="prompts",
             peers=True,
         )
-    for cap in OTHERS[:1] if OTHERS[0] in others else ():
+    for cap in [tier for tier in PLAIN if tier in others]:
         found[f"compress-{cap}"] = Part(
             title=f"Compression, {cap}",
             script=compress,
@@ -224,8 +233,7 @@ def aims(folder: Path, found: Mapping[str, Part]) -> Iterator[Aim]:
     """Of all that was found, now or earlier."""
     for name, part in found.items():
         if part.aims and (kept := folder / f"{name}.json").exists():
-            cap = name.partition("-")[2]
-            yield from OF[part.aims](json.loads(kept.read_text(encoding="utf-8")), cap)
+            yield from OF[part.aims](json.loads(kept.read_text(encoding="utf-8")), part.cap)
 
 
 def main() -> None:
