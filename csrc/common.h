@@ -59,6 +59,8 @@ struct Matrix {
   float scale, offset;  // of a stage: w = scale * code + offset
   float second;         // scale of the second stage of a lattice format, 0 where there is none
   bool add;             // results are added to what is there
+  // From one of the bands that are multiplied together to the next: of one token they may lie apart (spread_bands).
+  int64_t apart = 1;
   Rotation in, out;
 
   bool lattice() const { return kind == E8P || kind == E8; }
@@ -209,9 +211,9 @@ struct Tier {
   void (*map)(const trilobite_step_node &n);
   void (*sum)(const trilobite_step_node &n);
   void (*softmax)(const trilobite_step_node &n);
-  // For probes: read bytes with wide loads and prefetch; do `rounds` independent products of the kind that a mode uses
+  // For probes: read bytes with wide loads, each stream prefetched so many bytes `ahead`; do `rounds` independent products of the kind that a mode uses
   // for many tokens, and say how many multiply-accumulates of codes and activations that were.
-  uint64_t (*read)(const uint8_t *p, int64_t bytes);
+  uint64_t (*read)(const uint8_t *p, int64_t bytes, int64_t ahead);
   int64_t (*spin)(int64_t rounds, int digits);
   // x [n] -> T x, or with `adjoint` T^T x, in place; buffer is [n] too.
   void (*rotate)(const Rotation &r, bool adjoint, float *x, float *buffer);

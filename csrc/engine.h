@@ -17,6 +17,27 @@ int64_t scratch_bytes(const Tier &t, int64_t k);
 void product(const Tier &t, const Matrix &m, int64_t band, int bands, const Digits &x, const float *z, float *out,
              int64_t ld, void *scratch);
 
+// The matrix as one token reads it. What a thread reads of adjacent bands are short streams, whose ends and beginnings share
+// pages: rows of few columns came at three quarters of what memory gives. Bands of a unit that lie a quarter of the matrix
+// apart are long ones, each of which goes on with the next unit. Not with a compensator, whose U has groups of a unit's rows.
+inline Matrix spread_bands(const Matrix &m, int64_t tokens) {
+  Matrix some = m;
+  if (tokens == 1 && m.rank == 0 && !m.lattice() && m.n % UNIT == 0 && m.n > 0) some.apart = m.bands / UNIT_BANDS;
+  return some;
+}
+
+// The first band of a task of `bands` bands.
+inline int64_t first_band(const Matrix &m, int64_t task, int64_t bands) { return m.apart > 1 ? task : task * bands; }
+
+// What `bands` bands from `band` make is in one piece, or a piece of each that lies apart: run(row, width, column of `out`).
+template <typename F> void for_pieces(const Matrix &m, int64_t band, int bands, F run) {
+  const int each = m.apart > 1 ? 1 : bands;
+  for (int b = 0; b < bands; b += each) {
+    const int64_t row = (band + b * m.apart) * ROWS, width = each * ROWS;
+    run(row, width < m.n - row ? width : m.n - row, b * ROWS);
+  }
+}
+
 // One of the matrices by which a call multiplies x: y [tokens, m.n] = x W^T + bias, which may be NULL.
 struct Product {
   const Matrix *m;

@@ -1,4 +1,4 @@
-// All routed experts of one MoE layer in one job. Phases, with a barrier after each:
+// All routed experts of one MoE layer for some tokens (one: experts_token.cpp), in one job. Phases, with a barrier after each:
 //   0  the tokens of each active expert are gathered and turned into digits
 //   1  V x of gate and up, where they have compensators
 //   2  (active expert x 64 rows of gate and up): products, activation, digits of the result
@@ -26,6 +26,16 @@ float *low_rank_buffer(Workspace &ws, const Matrix &m, int count) {
 }
 
 int64_t ranks(const Matrix &m) { return ceil_div(m.rank, ROWS); }
+
+void project(const ExpertsCall &c, const Matrix &m, int64_t i, const Digits &x, float *z, void *scratch) {
+  c.t.low_rank_v(m, i * ROWS, x, z + i * ROWS, m.rank, scratch);
+}
+
+void project_x(const ExpertsCall &c, const Active &e, int64_t i, void *scratch) {
+  const int64_t gates = ranks(e.gate);
+  if (i < gates) project(c, e.gate, i, e.x, e.z_gate, scratch);
+  else project(c, e.up, i - gates, e.x, e.z_up, scratch);
+}
 
 void add_bias(const trilobite_experts_args &a, const void *bias, int64_t at, int64_t width, int count, float *out,
               int64_t ld) {
@@ -111,42 +121,19 @@ bool read_matrices(const trilobite_experts_args &a, Active &e) {
   return true;
 }
 
-Digits prepared(const Call &c, Workspace &ws, int count, int64_t k, int seg, bool computed, bool bytes) {
-  return ws.digits(c.t, {count, k, seg, (int)c.a.dtype, (int)c.a.digits, computed, bytes, c.sums});
-}
-
-// Digits of x per expert; with one token all experts that cut it into the same segments share one copy.
 void allocate(Call &c, Workspace &ws) {
-  Digits shared[3] = {};
+  const auto digits = [&](int count, int64_t k, int seg, bool computed, bool bytes) {
+    return ws.digits(c.t, {count, k, seg, (int)c.a.dtype, (int)c.a.digits, computed, bytes, c.sums});
+  };
   for (int64_t i = 0; i < c.count; i++) {
     Active &e = c.active[i];
     const int seg = std::min(segment(e.up.group), e.gated ? segment(e.gate.group) : 64);
-    Digits &one = shared[seg / BLOCK];
-    if (c.shared_x) {
-      if (one.q == nullptr) one = prepared(c, ws, 1, c.a.hidden, seg, false, false);
-      e.x = one;
-    } else {
-      e.x = prepared(c, ws, e.count, c.a.hidden, seg, false, e.up.has_bytes() || (e.gated && e.gate.has_bytes()));
-    }
-    e.h = prepared(c, ws, e.count, c.a.intermediate, segment(e.down.group), true, e.down.has_bytes());
+    e.x = digits(e.count, c.a.hidden, seg, false, e.up.has_bytes() || (e.gated && e.gate.has_bytes()));
+    e.h = digits(e.count, c.a.intermediate, segment(e.down.group), true, e.down.has_bytes());
     if (e.gated) e.z_gate = low_rank_buffer(ws, e.gate, e.count);
     e.z_up = low_rank_buffer(ws, e.up, e.count);
     e.z_down = low_rank_buffer(ws, e.down, e.count);
   }
-}
-
-void prepare_shared(const Call &c) {
-  const int8_t *done[3] = {};
-  for (int64_t i = 0; i < c.count; i++) {
-    const Digits &d = c.active[i].x;
-    const int8_t *&q = done[d.seg / BLOCK];
-    if (q == nullptr) c.t.quantize_block(c.x(), (int)c.a.dtype, nullptr, d, 0);
-    q = d.q;
-  }
-}
-
-void project(const Call &c, const Matrix &m, int64_t i, const Digits &x, float *z, void *scratch) {
-  c.t.low_rank_v(m, i * ROWS, x, z + i * ROWS, m.rank, scratch);
 }
 
 // 64 rows of gate and up -> digits of act(gate) * up.
@@ -197,17 +184,12 @@ void phases(const Call &c, Member &me, int most) {
   // `down` keeps sums of all tokens in `two` and products of one expert in `one`; `gate_up` needs less of both.
   float *one = ws.get<float>(most * widest), *two = ws.get<float>(std::max<int64_t>(most * UNIT, c.tokens * widest));
   void *scratch = ws.get<uint8_t>(scratch_bytes(c.t, std::max(c.a.hidden, c.a.intermediate)));
-  if (!c.shared_x)
-    share_flat(
-        c, me, [](const Active &e) { return (int64_t)e.x.blocks(); },
-        [&](Active &e, int64_t b) { c.t.quantize_block(c.x(), (int)c.a.dtype, c.token + e.first, e.x, (int)b); });
+  share_flat(
+      c, me, [](const Active &e) { return (int64_t)e.x.blocks(); },
+      [&](Active &e, int64_t b) { c.t.quantize_block(c.x(), (int)c.a.dtype, c.token + e.first, e.x, (int)b); });
   share_flat(
       c, me, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
-      [&](Active &e, int64_t i) {
-        const int64_t gates = ranks(e.gate);
-        if (i < gates) project(c, e.gate, i, e.x, e.z_gate, scratch);
-        else project(c, e.up, i - gates, e.x, e.z_up, scratch);
-      });
+      [&](Active &e, int64_t i) { project_x(c, e, i, scratch); });
   share_flat(
       c, me, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
       [&](Active &e, int64_t u) { gate_up(c, e, u, one, two, scratch); });
@@ -240,8 +222,8 @@ bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
   const int threads = work < SMALL ? 1 : (int)a.threads;
   if (lattice && a.sums) return fail("experts: sums of several calls are not for lattice formats");
   if (lattice) return lattice_pass(c, ws, threads, most), true;
+  if (c.shared_x) return token_pass(c, ws, threads), true;
   allocate(c, ws);
-  if (c.shared_x) prepare_shared(c);
   run_team(threads, [&](Member &me) { phases(c, me, most); });
   return true;
 }

@@ -1,4 +1,5 @@
-// What the two ways to run a layer of experts share: experts.cpp (affine formats), lattice_experts.cpp (with rotations).
+// What the ways to run a layer of experts share: experts.cpp (affine formats), experts_token.cpp (one token), lattice_experts.cpp
+// (with rotations).
 #ifndef TRILOBITE_EXPERTS_H
 #define TRILOBITE_EXPERTS_H
 #include "engine.h"
@@ -31,7 +32,10 @@ struct ExpertsCall {
 
 int64_t element_size(int64_t dtype);
 float *low_rank_buffer(Workspace &ws, const Matrix &m, int count);
+// 16 ranks at a time: of a compensator's V, or of those of gate and then up, times x.
 int64_t ranks(const Matrix &m);
+void project(const ExpertsCall &c, const Matrix &m, int64_t i, const Digits &x, float *z, void *scratch);
+void project_x(const ExpertsCall &c, const Active &e, int64_t i, void *scratch);
 // Where the biases of an expert begin in gate_up_bias.
 int64_t gate_bias(const trilobite_experts_args &a, int64_t expert);
 int64_t up_bias(const trilobite_experts_args &a, int64_t expert);
@@ -53,6 +57,9 @@ void share_flat(const ExpertsCall &c, Member &me, Size size, Task task) {
     task(c.active[i], k - first);
   });
 }
+
+// The pass for one token, which chose no expert twice.
+void token_pass(const ExpertsCall &c, Workspace &ws, int threads);
 
 // The pass for layers in which an active expert has a matrix in a lattice format.
 // `most`: tokens of the busiest expert.

@@ -8,7 +8,8 @@ using namespace fuzz;
 namespace {
 
 bool fuzz_linear() {
-  const int64_t group = 32 * pick(1, 5), k = group * pick(1, 5), n = pick(1, 150), tokens = pick(0, 3) ? pick(1, 40) : 0;
+  const int64_t group = 32 * pick(1, 5), k = group * pick(1, 5), n = some_rows(),
+                tokens = pick(0, 3) ? some_tokens() : 0;
   Weight w;
   fill(w, n, k, group);
   const auto x = activations(tokens * k), bias = activations(n);
@@ -23,9 +24,9 @@ bool fuzz_linear() {
 
 // Matrices that read the same x, some of other groups, have the bits of calls of their own, on every tier.
 bool fuzz_together() {
-  const int64_t count = pick(1, 10), k = 64 * pick(1, 6), tokens = pick(0, 1) ? 1 : pick(1, 40);
+  const int64_t count = pick(1, 10), k = 64 * pick(1, 6), tokens = some_tokens();
   const int64_t digits = pick(0, 1) ? TRILOBITE_EXACT : TRILOBITE_INT8;
-  const auto x = activations(tokens * k), bias = activations(150);
+  const auto x = activations(tokens * k), bias = activations(320);
   const Turn in(k);
   std::vector<Turn> turns;
   std::vector<Weight> weights(count);
@@ -34,13 +35,13 @@ bool fuzz_together() {
   turns.reserve(count);
   for (int64_t i = 0; i < count; i++) {
     const bool lattice = !pick(0, 5);
-    const int64_t n = lattice ? some_length(0, 6) : pick(1, 150);
+    const int64_t n = lattice ? some_length(0, 6) : some_rows();
     turns.emplace_back(n);
     if (lattice) fill_lattice(weights[i], n, k, in, turns.back());
     else fill(weights[i], n, k, pick(0, 2) ? 64 : 32);
     weights[i].point();
     made[i].resize(tokens * n), alone[i].resize(tokens * n);
-    products[i] = {&weights[i].m, pick(0, 1) && n <= 150 ? bias.data() : nullptr, TRILOBITE_F32, made[i].data()};
+    products[i] = {&weights[i].m, pick(0, 1) && n <= 320 ? bias.data() : nullptr, TRILOBITE_F32, made[i].data()};
   }
   for (const char *tier : TIERS) {
     trilobite_set_tier(tier);
@@ -79,7 +80,7 @@ bool fuzz_experts(bool lattice) {
   const int64_t group = lattice ? 32 : 32 * pick(1, 3), hidden = lattice ? some_length(5, 6) : group * pick(1, 3);
   const int64_t intermediate = lattice ? some_length(5, 6) : group * pick(1, 3);
   const Turn h(hidden), i(intermediate);
-  const int64_t experts = pick(1, 6), active = pick(1, 3), tokens = pick(1, 30);
+  const int64_t experts = pick(1, 6), active = pick(1, 3), tokens = some_tokens();
   const bool gated = pick(0, 3) > 0;
   Layer l = some_layer(experts, hidden, intermediate, group, gated, lattice ? &h : nullptr, lattice ? &i : nullptr);
   if (pick(0, 3) == 0)
@@ -211,7 +212,7 @@ bool fuzz_delta() {
 
 bool fuzz_scan() {
   const int64_t groups = pick(1, 3), heads = groups * pick(1, 3), width = pick(1, 40), size = 16 * pick(1, 9);
-  const int64_t tokens = pick(0, 1) ? 1 : pick(1, 40);
+  const int64_t tokens = some_tokens();
   const auto x = activations(tokens * heads * width), b = activations(tokens * groups * size);
   const auto c = activations(tokens * groups * size), skip = activations(heads);
   auto step = activations(tokens * heads), decay = activations(heads);

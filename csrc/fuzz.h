@@ -132,6 +132,11 @@ inline int64_t some_length(int64_t low, int64_t high) {
   return CORES[pick(0, 3)] << pick(low, high);
 }
 
+inline int64_t some_tokens() { return pick(0, 1) ? 1 : pick(1, 40); }
+
+// Of a matrix: bands of whole units, too, which may lie apart.
+inline int64_t some_rows() { return pick(0, 1) ? pick(1, 150) : 64 * pick(1, 5); }
+
 inline Bytes some_signs(int64_t n, bool tuned) {
   Bytes b = noise(tuned ? 2 * n : (n + 7) / 8);
   for (int64_t i = 0; tuned && i < n; i++) put_half(&b[2 * i], some_half());

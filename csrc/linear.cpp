@@ -74,12 +74,13 @@ void pass(const Call &c, const Product *products, int count, int64_t first, int6
   for (int i = 0; i < count; i++) bytes += tile_bytes(*products[i].m), sums |= products[i].m->sub;
   const Digits d = ws.digits(c.t, {tokens, any.k, segment(any.group), c.dtype, c.digits, false, any.has_bytes(), sums});
   const int threads = bytes * tokens < SMALL ? 1 : c.threads;
+  Matrix matrices[MOST_TOGETHER];
   float *z[MOST_TOGETHER] = {nullptr};
   int per_task[MOST_TOGETHER];
   Tasks ranks, rows;
   int64_t ld = 0;
   for (int i = 0; i < count; i++) {
-    const Matrix &m = *products[i].m;
+    const Matrix &m = matrices[i] = spread_bands(*products[i].m, tokens);
     if (m.rank > 0) z[i] = ws.get<float>(tokens * m.rank);
     per_task[i] = bands_per_task(m, tokens, threads);
     ranks.add(ceil_div(m.rank, ROWS)), rows.add(ceil_div(m.bands, per_task[i]));
@@ -97,18 +98,19 @@ void pass(const Call &c, const Product *products, int count, int64_t first, int6
     if (ranks.all())
       me.share(ranks.all(), [&](int64_t task) {
         const int i = ranks.owner(task);
-        const Matrix &m = *products[i].m;
+        const Matrix &m = matrices[i];
         const int64_t rank = (task - ranks.start[i]) * ROWS;
         c.t.low_rank_v(m, rank, d, z[i] + rank, m.rank, work);
       });
     me.share(rows.all(), [&](int64_t task) {
       const int i = rows.owner(task);
-      const Matrix &m = *products[i].m;
-      const int64_t band = (task - rows.start[i]) * per_task[i], row = band * ROWS;
+      const Matrix &m = matrices[i];
+      const int64_t band = first_band(m, task - rows.start[i], per_task[i]);
       const int bands = (int)(m.bands - band < per_task[i] ? m.bands - band : per_task[i]);
       product(c.t, m, band, bands, d, z[i], out, ld, work);
-      const int64_t width = m.n - row < bands * ROWS ? m.n - row : bands * ROWS;
-      finish_rows(c, products[i], row, width, first, tokens, out, ld);
+      for_pieces(m, band, bands, [&](int64_t row, int64_t width, int64_t column) {
+        finish_rows(c, products[i], row, width, first, tokens, out + column, ld);
+      });
     });
   });
 }

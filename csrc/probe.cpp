@@ -1,6 +1,8 @@
 // What the machine could do: the limits that benchmarks print beside their figures.
+#include <math.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 
@@ -19,16 +21,21 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
+// Processors differ in how far ahead they want to be told: a Granite Rapids reads a sixth less with the longer distance.
 double read_seconds(const void *data, int64_t bytes, int threads) {
-  constexpr int64_t CHUNK = 1 << 17;
+  constexpr int64_t CHUNK = 1 << 17, DISTANCES[] = {512, 2048};
   const auto *p = (const uint8_t *)data;
-  const auto start = std::chrono::steady_clock::now();
-  run_team(threads, [&](Member &me) {
-    uint64_t sum = 0;
-    me.share(bytes / CHUNK, [&](int64_t i) { sum ^= tier().read(p + i * CHUNK, CHUNK); });
-    g_sink.fetch_xor(sum);
-  });
-  return seconds_since(start);
+  double best = INFINITY;
+  for (const int64_t ahead : DISTANCES) {
+    const auto start = std::chrono::steady_clock::now();
+    run_team(threads, [&](Member &me) {
+      uint64_t sum = 0;
+      me.share(bytes / CHUNK, [&](int64_t i) { sum ^= tier().read(p + i * CHUNK, CHUNK, ahead); });
+      g_sink.fetch_xor(sum);
+    });
+    best = std::min(best, seconds_since(start));
+  }
+  return best;
 }
 
 double peak_macs(int digits, int threads) {

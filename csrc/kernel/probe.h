@@ -1,7 +1,7 @@
 // Probes of the machine's limits: reading memory, and the tier's integer dot product.
 
 // Four streams at a time, as the kernels do: one alone does not reach what the memory gives.
-static uint64_t read_bytes(const uint8_t *p, int64_t bytes) {
+static uint64_t read_bytes(const uint8_t *p, int64_t bytes, int64_t ahead) {
   constexpr int STREAMS = 4;
   const int64_t part = bytes / STREAMS / 128 * 128;
   Isa::Bytes a[STREAMS];
@@ -9,8 +9,8 @@ static uint64_t read_bytes(const uint8_t *p, int64_t bytes) {
   for (int64_t i = 0; i < part; i += 128)
     for (int s = 0; s < STREAMS; s++) {
       const uint8_t *at = p + s * part + i;
-      __builtin_prefetch(at + 2048, 0, Isa::LOCALITY);
-      __builtin_prefetch(at + 2048 + 64, 0, Isa::LOCALITY);
+      __builtin_prefetch(at + ahead, 0, Isa::LOCALITY);
+      __builtin_prefetch(at + ahead + 64, 0, Isa::LOCALITY);
       a[s] = Isa::either(Isa::either(a[s], Isa::load(at)), Isa::load(at + 64));
     }
   uint8_t out[64];

@@ -81,7 +81,7 @@ template <int BITS, int D, int NT, int NB, int STEPS>
 static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int block, int first, float *out, int64_t ld) {
   constexpr int FAR = PREFETCH / NB;
   const int rows = x.rows(block), seg = x.seg, per_group = m.group / seg;
-  const int64_t digit = (int64_t)rows * seg, stride = m.groups * m.tile_bytes;
+  const int64_t digit = (int64_t)rows * seg, stride = m.groups * m.tile_bytes, hop = m.apart * stride;
   const int8_t *q = x.q_block(block) + (int64_t)first * seg;
   const float *scale = x.scale_block(block) + first, *sum = x.sum_block(block) + first;
   const uint8_t *tile = m.packed + band * stride;
@@ -93,10 +93,10 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
     [[maybe_unused]] Sub sub[NB];
     const uint8_t *codes = tile;
     // At the end of its band a stream goes on with the next band that nobody
-    // reads yet.
-    const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (NB - 1) * stride;
+    // reads yet: where bands lie apart, the next one.
+    const int64_t ahead = g * m.tile_bytes + FAR < stride ? FAR : FAR + (hop == stride ? NB - 1 : 0) * stride;
     UNROLL for (int n = 0; n < NB; n++) {
-      const uint8_t *meta = tile + n * stride + m.code_bytes;
+      const uint8_t *meta = tile + n * hop + m.code_bytes;
       __builtin_prefetch(meta + ahead, 0, Isa::LOCALITY);
       if constexpr (has_sub(BITS)) sub[n] = read_sub<BITS>(m, meta);
     }
@@ -108,16 +108,16 @@ static void band_tokens(const Matrix &m, int64_t band, const Digits &x, int bloc
         const int at = s * seg + b, half = STEPS == 8 ? 0 : at / HALF & 1;
         if (half == 0)
           UNROLL for (int n = 0; n < NB; n++) for (int i = 0; i < planes<BITS>(m); i++)
-              __builtin_prefetch(codes + n * stride + ahead + 64 * i, 0, Isa::LOCALITY);
-        if (half == 0) multiply_block<BITS, D, NT, NB, 0, STEPS>(m, a, codes, stride, sub, at, q + b, digit, seg);
-        else multiply_block<BITS, D, NT, NB, 4, 8>(m, a, codes, stride, sub, at - HALF, q + b, digit, seg);
+              __builtin_prefetch(codes + n * hop + ahead + 64 * i, 0, Isa::LOCALITY);
+        if (half == 0) multiply_block<BITS, D, NT, NB, 0, STEPS>(m, a, codes, hop, sub, at, q + b, digit, seg);
+        else multiply_block<BITS, D, NT, NB, 4, 8>(m, a, codes, hop, sub, at - HALF, q + b, digit, seg);
         if (STEPS == 8 || half) codes += planes<BITS>(m) * 64;
       }
       // Read here, so that registers hold none of it while codes are
       // multiplied.
       UNROLL for (int n = 0; n < NB; n++) {
-        const uint8_t *meta = tile + n * stride + m.code_bytes;
-        const Affine w = plain ? read_plain(meta) : read_affine(m, meta, band + n, g);
+        const uint8_t *meta = tile + n * hop + m.code_bytes;
+        const Affine w = plain ? read_plain(meta) : read_affine(m, meta, band + n * m.apart, g);
         UNROLL for (int t = 0; t < NT; t++) {
           const Isa::Floats dot = Isa::mul(combine<D>(a[n][t]), Isa::set1(scale[t]));
           acc[n][t] = Isa::fma(w.offset, Isa::set1(sum[t]), Isa::fma(w.scale, dot, acc[n][t]));
@@ -151,8 +151,9 @@ static void bands_few(const Matrix &m, int64_t band, int bands, const Digits &x,
   int b = 0;
   if constexpr (NB > 1)
     if (x.count == 1)
-      for (; b + NB <= bands; b += NB) band_tokens<BITS, D, 1, NB, STEPS>(m, band + b, x, 0, 0, out + b * ROWS, ld);
-  for (; b < bands; b++) band_few<BITS, D, STEPS>(m, band + b, x, out + b * ROWS, ld);
+      for (; b + NB <= bands; b += NB)
+        band_tokens<BITS, D, 1, NB, STEPS>(m, band + b * m.apart, x, 0, 0, out + b * ROWS, ld);
+  for (; b < bands; b++) band_few<BITS, D, STEPS>(m, band + b * m.apart, x, out + b * ROWS, ld);
 }
 
 template <int KIND, int D, int STEPS>

@@ -63,7 +63,7 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
   const int64_t far = PREFETCH / bands;
   const int seg = SEG ? SEG : x.seg, per_group = m.group / seg, blocks = seg / BLOCK,
             lines = (SEG == 64 ? 64 : m.group) / (SUB ? SUB : 1);
-  const int64_t stride = m.groups * m.tile_bytes;
+  const int64_t stride = m.groups * m.tile_bytes, hop = m.apart * stride;
   const int8_t *q = x.q;
   const float *scale = x.scale, *sum = x.sum;
   const int16_t *sums = x.sums;
@@ -74,9 +74,9 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
   for (int n = 0; n < bands; n++)
     for (int t = 0; t < NT; t++) acc[n][t] = m.add ? Isa::load(out + t * ld + n * ROWS) : Isa::set1(0);
   for (int64_t g = 0; g < m.groups; g++, tile += m.tile_bytes) {
-    // At the end of its band a stream goes on with the next band that nobody reads yet.
-    const int64_t ahead = g * m.tile_bytes + far < stride ? far : far + (bands - 1) * stride;
-    for (int n = 0; n < bands; n++) __builtin_prefetch(tile + n * stride + m.code_bytes + ahead, 0, Isa::LOCALITY);
+    // At the end of its band a stream goes on with the next band that nobody reads yet: where bands lie apart, the next one.
+    const int64_t ahead = g * m.tile_bytes + far < stride ? far : far + (hop == stride ? bands - 1 : 0) * stride;
+    for (int n = 0; n < bands; n++) __builtin_prefetch(tile + n * hop + m.code_bytes + ahead, 0, Isa::LOCALITY);
     for (int s = 0; s < per_group; s++, q += NT * D * seg, scale += NT, sum += NT, sums += NT * D * SUMS) {
       int low = 0;
       for (int t = 0; D > 1 && t < NT; t++) low |= lows++->parts;
@@ -86,7 +86,7 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
         const int16_t *near_sums = sums;
         // Or GCC 12 copies what is loaded from there to the stack, for all bands.
         __asm__("" : "+r"(near), "+r"(near_sums));
-        const uint8_t *at = tile + n * stride, *codes = at + s * blocks * BYTES, *meta = at + m.code_bytes;
+        const uint8_t *at = tile + n * hop, *codes = at + s * blocks * BYTES, *meta = at + m.code_bytes;
         for (int i = 0; i < blocks * BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, Isa::LOCALITY);
         Isa::Ints a[NT][D];
         Isa::Bytes scales{};
@@ -112,9 +112,9 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
             else add_offsets<D>(a[t], offsets, of, seg, SUB, s * seg);
           }
         }
-        const Affine w = SUB     ? read_super(m, offset_unit(KIND), band + n, g)
+        const Affine w = SUB     ? read_super(m, offset_unit(KIND), band + n * m.apart, g)
                          : plain ? read_plain(meta)
-                                 : read_affine(m, meta, band + n, g);
+                                 : read_affine(m, meta, band + n * m.apart, g);
         UNROLL for (int t = 0; t < NT; t++) {
           const Isa::Floats dot = Isa::mul(combine<D>(a[t]), Isa::set1(scale[t]));
           acc[n][t] = Isa::fma(w.offset, Isa::set1(sum[t]), Isa::fma(w.scale, dot, acc[n][t]));
@@ -140,9 +140,10 @@ static void short_tokens(const Matrix &m, int64_t band, int bands, const Digits 
       const int some = bands - b < UNIT_BANDS ? bands - b : UNIT_BANDS;
       float *to = out + b * ROWS;
       // A loop over blocks is a quarter of the code. Wide registers lose nothing by it; sanitizers would be built for minutes.
-      if constexpr (Isa::LANES == 16 || SANITIZED) short_bands<KIND, D, NT, 0, SUB>(m, band + b, some, x, to, ld);
-      else if (x.seg == 64) short_bands<KIND, D, NT, 64, SUB>(m, band + b, some, x, to, ld);
-      else short_bands<KIND, D, NT, BLOCK, SUB>(m, band + b, some, x, to, ld);
+      if constexpr (Isa::LANES == 16 || SANITIZED)
+        short_bands<KIND, D, NT, 0, SUB>(m, band + b * m.apart, some, x, to, ld);
+      else if (x.seg == 64) short_bands<KIND, D, NT, 64, SUB>(m, band + b * m.apart, some, x, to, ld);
+      else short_bands<KIND, D, NT, BLOCK, SUB>(m, band + b * m.apart, some, x, to, ld);
     }
   };
   call_with<most_short(D)>(x.count, 0, all);

@@ -348,6 +348,28 @@ def test_what_leaves_the_activation_function_keeps_16_bits(tier: str, fmt: str, 
     assert (ops.experts(x, index, weights, layer) != expected).float().mean() < 0.1
 
 
+@pytest.mark.parametrize("fmt", ["int3-g64", "int2-g16-dq", "int8-g32", "int4-g32-super"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_token_of_experts_of_whole_units(tier: str, fmt: str, threads: int) -> None:
+    """Their bands lie apart, but for those of a matrix with a compensator; the other tokens' do not."""
+    layer = stored_layer(
+        [
+            tuple(
+                packed_weight(n, k, fmt, rank=rank, seed=3 * e + i) for i, (n, k, rank) in enumerate(shapes)
+            )
+            for e, shapes in enumerate(
+                [[(256, 192, 0), (256, 192, 0), (192, 256, 0)], [(256, 192, 0), (256, 192, 5), (192, 256, 3)]]
+            )
+        ]
+    )
+    x, index, weights = _x(3, 192), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+    expected = reference.experts(x, index, weights, layer)
+    together = ops.experts(x, index, weights, layer, settings=CpuSettings(threads=threads))
+    alone = ops.experts(x[:1], index[:1], weights[:1], layer, settings=CpuSettings(threads=threads))
+    assert relative_error(together, expected) < EXACT
+    assert relative_error(alone, expected[:1]) < EXACT
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
 def test_experts_of_every_type_with_biases(tier: str, dtype: torch.dtype, gated: bool) -> None:
