@@ -66,6 +66,8 @@ def test_linear_of_every_format(tier: str, fmt: str) -> None:
     w = packed_weight(50, 1152, fmt)  # the last band is partial; 1152 has groups of 32, 64, 96 and 128
     for tokens in (1, 3, 21):
         assert _linear_error(w, _x(tokens, 1152)) < EXACT
+    # Bands of whole units, which one token reads apart from each other.
+    assert _linear_error(packed_weight(192, 1152, fmt), _x(1, 1152)) < EXACT
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
@@ -348,7 +350,7 @@ def test_what_leaves_the_activation_function_keeps_16_bits(tier: str, fmt: str, 
     assert (ops.experts(x, index, weights, layer) != expected).float().mean() < 0.1
 
 
-@pytest.mark.parametrize("fmt", ["int3-g64", "int2-g16-dq", "int8-g32", "int4-g32-super"])
+@pytest.mark.parametrize("fmt", ["int3-g64", "int4-g64-dq", "int2-g16-dq", "int8-g32", "int4-g32-super"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_token_of_experts_of_whole_units(tier: str, fmt: str, threads: int) -> None:
     """Their bands lie apart, but for those of a matrix with a compensator; the other tokens' do not."""
