@@ -21,7 +21,7 @@ from trilobite.recipe import COMPENSATORS, Format, LatticeFormat
 DEEPSEEK = replace(ROUTED, active=8)
 
 
-def _fill(part: Tensor, fmt: Format) -> None:
+def fill(part: Tensor, fmt: Format) -> None:
     """Random codes; scales and offsets of an ordinary weight matrix."""
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
     flat = part.flatten()
@@ -58,7 +58,7 @@ def make_layer(
             second = at + sizes[p]
             after = second + supers[p]
             offsets = [at, second if supers[p] else -1, after, after + factors[p][0]]
-            _fill(slab[at : at + sizes[p]].view(packed_shape(of_part, n, k)), of_part)
+            fill(slab[at : at + sizes[p]].view(packed_shape(of_part, n, k)), of_part)
             slab[second:after].view(torch.float16).fill_(0.001)
             at = after
             if rank:
