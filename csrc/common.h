@@ -211,7 +211,7 @@ struct Tier {
   void (*map)(const trilobite_step_node &n);
   void (*sum)(const trilobite_step_node &n);
   void (*softmax)(const trilobite_step_node &n);
-  // For probes: read bytes with wide loads, each stream prefetched so many bytes `ahead`; do `rounds` independent products of the kind that a mode uses
+  // For probes: read bytes, prefetched so many `ahead`; do `rounds` independent products of the kind that a mode uses
   // for many tokens, and say how many multiply-accumulates of codes and activations that were.
   uint64_t (*read)(const uint8_t *p, int64_t bytes, int64_t ahead);
   int64_t (*spin)(int64_t rounds, int digits);

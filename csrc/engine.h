@@ -22,7 +22,7 @@ void product(const Tier &t, const Matrix &m, int64_t band, int bands, const Digi
 // apart are long ones, each of which goes on with the next unit. Not with a compensator, whose U has groups of a unit's rows.
 inline Matrix spread_bands(const Matrix &m, int64_t tokens) {
   Matrix some = m;
-  if (tokens == 1 && m.rank == 0 && !m.lattice() && m.n % UNIT == 0 && m.n > 0) some.apart = m.bands / UNIT_BANDS;
+  if (tokens == 1 && m.rank == 0 && !m.lattice() && m.n % UNIT == 0) some.apart = m.bands / UNIT_BANDS;
   return some;
 }
 

@@ -51,7 +51,7 @@ Made *prepare(const Call &c, Workspace &ws) {
     e.h = digits(a.intermediate, segment(e.down.group), true, e.down.has_bytes());
     e.z_gate = e.gated ? low_rank_buffer(ws, e.gate, 1) : nullptr;
     e.z_up = low_rank_buffer(ws, e.up, 1), e.z_down = low_rank_buffer(ws, e.down, 1);
-    const Matrix up = spread_bands(e.up, 1), gate = spread_bands(e.gate, 1);
+    const Matrix up = spread_bands(e.up, 1), gate = e.gated ? spread_bands(e.gate, 1) : e.gate;
     if (!e.gated || up.apart == gate.apart) e.up = up, e.gate = gate;
     e.down = spread_bands(e.down, 1);
     new (&made[i]) Made{ws.get<float>(a.intermediate), ws.get<float>(a.hidden), {units(e.up)}};
@@ -62,7 +62,7 @@ Made *prepare(const Call &c, Workspace &ws) {
 // A unit of act(gate) * up.
 void gate_up(const Call &c, const Active &e, Made &made, int64_t unit, void *scratch) {
   const trilobite_experts_args &a = c.a;
-  float up[UNIT], gate[UNIT];
+  alignas(64) float up[UNIT], gate[UNIT];
   const int64_t band = first_band(e.up, unit, UNIT_BANDS);
   const int bands = (int)std::min<int64_t>(UNIT_BANDS, e.up.bands - band);
   product(c.t, e.up, band, bands, e.x, e.z_up, up, UNIT, scratch);
@@ -80,7 +80,7 @@ void gate_up(const Call &c, const Active &e, Made &made, int64_t unit, void *scr
 // A unit of an expert's result.
 void down(const Call &c, const Active &e, const Made &made, int64_t unit, void *scratch) {
   const trilobite_experts_args &a = c.a;
-  float out[UNIT];
+  alignas(64) float out[UNIT];
   const int64_t band = first_band(e.down, unit, UNIT_BANDS);
   const int bands = (int)std::min<int64_t>(UNIT_BANDS, e.down.bands - band);
   product(c.t, e.down, band, bands, e.h, e.z_down, out, UNIT, scratch);
