@@ -1,5 +1,6 @@
-// Attention of the newest token of each of some texts. Rows are cut into chunks of one length, whose results are joined in
-// order: threads share chunks, and heads where those are few, and neither changes a bit of the result.
+// Attention of the newest token of each of some texts; those of a prompt have a way of their own (attention_prompt.cpp).
+// Rows are cut into chunks of one length, whose results are joined in order: threads share chunks, and heads where those are
+// few, and neither changes a bit of the result.
 #include "engine.h"
 
 #include <algorithm>
@@ -102,10 +103,15 @@ bool attention(const trilobite_attention_args *calls, int64_t count, int threads
   const int64_t most = std::max<int64_t>(1, SUMS_KEPT / (calls->heads * calls->width));
   while (left > 0) {
     const Text begin = text;
-    int64_t some = 0, chunks = 0;
-    do chunks += text.chunks(), text = text.next(), some++;
-    while (some < left && chunks + text.chunks() <= most);
-    pass(begin, some, chunks, threads);
+    int64_t some = prompt_tokens(*text.call, text.at), chunks = 0;
+    if (some) {
+      attend_prompt(*text.call, text.at, some, threads);
+      for (int64_t i = 0; i < some; i++) text = text.next();
+    } else {
+      do chunks += text.chunks(), text = text.next(), some++;
+      while (some < left && chunks + text.chunks() <= most && !prompt_tokens(*text.call, text.at));
+      pass(begin, some, chunks, threads);
+    }
     left -= some;
   }
   return true;

@@ -174,6 +174,13 @@ struct AttentionPart {
   float *top, *total, *sums;
 };
 
+// A block of a prompt: `tokens` texts from `text` on, each of which has one row more than the one before it, for the heads
+// [head, head + heads) of q, which share a head of k. Not more than QUERIES of both. base: where in the list of rows those
+// that are worked on at a time, PROMPT_ROWS, are counted from.
+struct PromptPart { int64_t text, tokens, base, head, heads; };
+
+constexpr int QUERIES = 64, PROMPT_ROWS = 72;
+
 // One implementation of everything that touches many elements. All accumulate in fp32.
 struct Tier {
   const char *name;
@@ -198,6 +205,8 @@ struct Tier {
   void (*attend)(const trilobite_attention_args &a, const AttentionPart &p, float *scratch);
   void (*attend_join)(const trilobite_attention_args &a, int64_t text, int64_t head, const AttentionPart &p,
                       int64_t count, float *out);
+  // The results of a block of a prompt; the scratch is what attention_prompt.cpp gives.
+  void (*attend_prompt)(const trilobite_attention_args &a, const PromptPart &p, float *scratch);
   // out [tokens, ld] = rows [row, row + rows) of a dense matrix [.., k] of dtype times x [tokens, k] of fp32.
   void (*dense)(const void *w, int dtype, int64_t row, int64_t rows, int64_t k, const float *x, int64_t tokens,
                 float *out, int64_t ld);

@@ -64,6 +64,13 @@ bool experts(const trilobite_experts_args &a);
 // alone. False after leaving a message: sizes that do not fit, or rows that the cache does not have.
 bool attention(const trilobite_attention_args *calls, int64_t count, int threads);
 
+// Texts from `at` on that are the tokens of a prompt, each with the rows of the one before it and one more, or fewer at the
+// beginning; 0 where these are too few for `attend_prompt`, or scores have a bias.
+int64_t prompt_tokens(const trilobite_attention_args &a, int64_t at);
+
+// So many texts from `at` on. The bits of each are the same in all prompts of which the first text begins with the same row.
+void attend_prompt(const trilobite_attention_args &a, int64_t at, int64_t tokens, int threads);
+
 // Largest number of heads and tokens, and sides of a dense matrix: of products of three that are bytes fit 63 bits.
 constexpr int64_t MOST_DENSE = 1 << 20;
 inline bool dense_fits(int64_t heads, int64_t tokens, int64_t n, int64_t k) {

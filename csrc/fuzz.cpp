@@ -109,7 +109,9 @@ bool fuzz_experts(bool lattice) {
 
 // Rows of a cache that is exactly as large as they need, of any element type; heads lie side by side or apart.
 bool fuzz_attention() {
-  const int64_t texts = pick(1, 5), kv_heads = pick(1, 4), heads = kv_heads * pick(1, 6), width = 16 * pick(1, 9);
+  const bool prompt = pick(0, 2) == 0;
+  const int64_t texts = prompt ? pick(6, 40) : pick(1, 5), kv_heads = pick(1, 4), width = 16 * pick(1, 9);
+  const int64_t heads = kv_heads * (pick(0, 9) ? pick(1, 6) : 70);
   const int64_t limit = pick(1, 60), dtype = pick(0, 2), size = dtype ? 2 : 4;
   std::vector<int64_t> rows, starts{0};
   for (int64_t t = 0; t < texts; t++) {
@@ -118,7 +120,10 @@ bool fuzz_attention() {
   }
   std::vector<int64_t> ends(starts.begin() + 1, starts.end());
   starts.pop_back();
-  for (int64_t t = 0; pick(0, 1) && t < texts; t++) {  // or they share rows
+  const int64_t before = (int64_t)rows.size() - texts, window = pick(1, before + texts);
+  for (int64_t t = 0; prompt && t < texts; t++)
+    ends[t] = before + t + 1, starts[t] = std::max<int64_t>(0, ends[t] - window);
+  for (int64_t t = 0; !prompt && pick(0, 1) && t < texts; t++) {  // or they share rows
     starts[t] = pick(0, (int64_t)rows.size() - 1);
     ends[t] = pick(starts[t] + 1, (int64_t)rows.size());
   }

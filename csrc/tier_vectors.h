@@ -26,6 +26,7 @@ constexpr auto rows_tier = rows_vectors;
 #include "kernel/low_rank.h"
 #include "kernel/activation.h"
 #include "kernel/attention.h"
+#include "kernel/attention_prompt.h"
 #include "kernel/dense.h"
 #include "kernel/small.h"
 #include "kernel/states.h"
@@ -48,6 +49,7 @@ const Tier TRILOBITE_TIER = {TRILOBITE_TIER_NAME,
                              activate,
                              attend,
                              attend_join,
+                             attend_prompt,
                              dense_rows,
                              convolve,
                              delta,

@@ -8,6 +8,7 @@ import torch
 from support.architectures import build_checkpoint
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 from trilobite.kernels.cpu import attention as engine
 from trilobite.kernels.ops import attends
@@ -68,22 +69,48 @@ def test_layouts_and_masks(
 
 def test_what_the_engine_does_not_know_goes_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "attend", None)
-    window = causal(9, 9) & ~causal(9, 9).tril(-4)
-    padded = causal(9, 9).clone()
-    padded[..., 0] = False
-    padded[..., 0, 0] = True
-    for mask in (window, padded, torch.zeros(1, 1, 9, 9)):
-        torch.testing.assert_close(*both(*some(), mask))
+    hole, blind = causal(9, 9).clone(), causal(9, 9).clone()
+    hole[..., 5, 2], blind[..., 3, :] = False, False
+    for mask in (hole, blind, torch.zeros(1, 1, 9, 9)):
+        torch.testing.assert_close(*both(*some(), mask), equal_nan=True)
     torch.testing.assert_close(*both(*some(), None, causal=False))
     torch.testing.assert_close(*both(*some(), None, is_causal=False))
-    torch.testing.assert_close(*both(*some(heads=6), None))  # three share one
-    torch.testing.assert_close(*both(*some(new=1025, length=1025), None))
     query, key, value = some()
-    torch.testing.assert_close(*both(query, key, value[..., :16], None))
     value.requires_grad_()
     made, _ = both(query, key, value, None)
     made.sum().backward()
     assert value.grad is not None
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_windows_long_prompts_narrow_values(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = causal(30, 40) & ~causal(30, 40).tril(40 - 30 - 4)
+    short = causal(30, 40).clone()
+    short[..., :3] = False
+    calls = [
+        (*some(heads=heads, new=30, length=40), window),
+        (*some(3, heads=heads, new=30, length=40), torch.cat((window, short, causal(30, 40)))),
+        (*some(heads=heads, new=1300, length=1300), None),
+    ]
+    query, key, value = some(heads=heads)
+    calls.append((query, key, value[..., :16], None))
+    for call in calls:
+        torch.testing.assert_close(*both(*call))
+    monkeypatch.setattr(ours, "attend", None)
+    for call in calls:
+        with pytest.raises(TypeError):  # it was the native one
+            both(*call)
+
+
+def test_sinks_are_those_of_the_model() -> None:
+    query, key, value = some(2, new=20, length=30)
+    mask = torch.zeros(1, 1, 20, 30).masked_fill(~causal(20, 30), torch.finfo(torch.float32).min)
+    module = SimpleNamespace(
+        num_key_value_groups=4, is_causal=True, sinks=torch.linspace(-2, 3, 8), training=False
+    )
+    made, _ = ours.attention_beside_own(module, query, key, value, mask, scaling=0.2, s_aux=module.sinks)
+    expected, _ = gpt_oss.eager_attention_forward(module, query, key, value, mask, scaling=0.2)
+    torch.testing.assert_close(made, expected)
 
 
 def test_other_tiers_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,6 @@ def test_what_the_engine_does_not_know_goes_to_sdpa(monkeypatch: pytest.MonkeyPa
     bias = torch.randn(2, 1, 1, 9)
     one = query[:, :, :1]
     cases = [
-        (query, key, value, None),
         (one, key, value, nothing),
         (one, key, value, bias),
         (one[..., :24], key[..., :24], value[..., :24], None),

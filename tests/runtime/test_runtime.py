@@ -43,6 +43,7 @@ from trilobite.quantize.run.lines import quantize_line
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import Format, Recipe, Role, Rule, load_recipe
 from trilobite.runtime import load as load_module
+from trilobite.runtime.attention import attend_natively
 from trilobite.runtime.generate import cache as cache_module
 from trilobite.runtime.generate.cache import FixedCache, GrowingCache
 from trilobite.runtime.load import load
@@ -77,7 +78,10 @@ class Model:
             return model.eval()(**inputs, use_cache=False).logits
 
     def from_pretrained(self, path: Path, **settings: object) -> PreTrainedModel:
-        return self.auto.from_pretrained(path, dtype=torch.float32, **settings)
+        """With the attention of `load`: torch's adds up in another order."""
+        model = self.auto.from_pretrained(path, dtype=torch.float32, **settings)
+        attend_natively(model)
+        return model
 
 
 @pytest.fixture(scope="module")

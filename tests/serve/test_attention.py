@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from trilobite.serve import attention as pages
 from trilobite.serve.attention import _product, _softmax, attention_by_text
 
 
@@ -80,3 +81,33 @@ def test_texts_do_not_see_each_other(width: int) -> None:
         q[:, :, 1:], k[:, :, 6:], v[:, :, 6:], is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(made, torch.cat((first, second), 2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("prompts", [False, True])  # whether the engine reads them where torch could
+def test_prompts_and_steps(
+    sinks: bool, window: int | None, prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "reads_prompts", lambda: prompts)
+    torch.manual_seed(3)
+    q, k, v = torch.randn(1, 4, 24, 32), torch.randn(1, 2, 46, 32), torch.randn(1, 2, 46, 32)
+    texts = ((0, 12), (0, 20)), ((12, 13), (20, 24)), ((13, 24), (24, 35))
+    sink = torch.randn(4) if sinks else None
+    made, _ = attention_by_text(
+        SimpleNamespace(layer_idx=0),
+        q,
+        k[:, :, :24],
+        v[:, :, :24],
+        None,
+        cache=Kept(k, v),
+        read_index=[torch.arange(46)],
+        write_index=[torch.arange(24)],
+        cu_seq_lens_q=torch.tensor([0, 12, 13, 24]),
+        cu_seq_lens_k={"sliding_attention": torch.tensor([0, 20, 24, 35])},
+        sliding_window=window,
+        s_aux=sink,
+    )
+    for (q0, q1), (k0, k1) in texts:
+        expected = naive(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], window, sink)
+        torch.testing.assert_close(made[:, q0:q1], expected.transpose(1, 2))

@@ -73,7 +73,7 @@ def attention(
     """
     attention_mask = _with_choice(module, key, attention_mask, kwargs)
     made, key, value = _step(module, query, key, value, _of_a_step(query, attention_mask), kwargs)
-    if made is None and not torch.compiler.is_compiling():
+    if made is None and not torch.compiler.is_compiling() and reads_prompts():
         made = _prompt(module, query, key, value, attention_mask, kwargs)
     if made is not None:
         return made, None
@@ -88,8 +88,10 @@ def attention_beside_own(
     attention_mask: [B, 1, T, S], 0 where a token may look, and the least number elsewhere
     """
     attention_mask = _with_choice(module, key, attention_mask, kwargs)
-    mask = attention_mask == 0 if attention_mask is not None and query.shape[2] == 1 else None
+    mask = None if attention_mask is None else attention_mask == 0
     made, key, value = _step(module, query, key, value, mask, kwargs)
+    if made is None and not torch.compiler.is_compiling():
+        made = _prompt(module, query, key, value, mask, kwargs)
     if made is not None:
         return made, None
     own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
@@ -238,34 +240,44 @@ def _prompt(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor | None:
     """Prompts by the engine: [B, T, heads, D]; None where others have to do it."""
-    (batch, heads, new, _), (_, kv_heads, length, _) = query.shape, key.shape
+    batch, _, new, wide = query.shape
+    length, width = value.shape[2:]
     causal = kwargs.get("is_causal")
     if (
         new < 2
         or not attends(query)
-        or not reads_prompts(heads, kv_heads, length)
-        or not _is_plain(query, key, value, kwargs)
         or needs_gradient(query, key, value)
         or kwargs.get("position_bias") is not None
         or not (getattr(module, "is_causal", True) if causal is None else causal)
-        or not _is_causal(mask, batch, new, length)
     ):
+        return None
+    value = pad(value, (0, wide - width)) if width < wide else value
+    starts = _looks_back(mask, batch, new, length) if _is_plain(query, key, value, kwargs) else None
+    if starts is None:
         return None
     if key.stride() != value.stride() or key.stride(3) != 1:
         key, value = key.contiguous(), value.contiguous()
-    rows, scale = torch.arange(length), kwargs.get("scaling")
-    starts, ends = torch.zeros(new, dtype=torch.int64), rows[length - new :] + 1
-    texts = zip(*(t.transpose(1, 2) for t in (query, key, value)), strict=True)
-    return torch.stack([attend(q, k, v, rows, starts, ends, scale=scale) for q, k, v in texts])
+    rows, scale, sinks = torch.arange(length), kwargs.get("scaling"), kwargs.get("s_aux")
+    texts = zip(*(t.transpose(1, 2) for t in (query, key, value)), starts, strict=True)
+    ends = rows[length - new :] + 1
+    made = [attend(q, k, v, rows, begins, ends, scale=scale, sinks=sinks) for q, k, v, begins in texts]
+    return (made[0][None] if batch == 1 else torch.stack(made))[..., :width]
 
 
-def _is_causal(mask: Tensor | None, batch: int, new: int, length: int) -> bool:
-    """Whether every one of the newest tokens of a text looks at itself and all before it."""
+def _looks_back(mask: Tensor | None, batch: int, new: int, length: int) -> Tensor | None:
+    """The first row that each of the newest tokens of a text looks at, of all to its own: [batch, new]; or None.
+
+    mask: [batch or 1, 1, new, length]
+    """
     if mask is None:
-        return new == length
+        return torch.zeros(batch, new, dtype=torch.int64) if new == length else None
     if mask.dtype != torch.bool or mask.shape not in ((1, 1, new, length), (batch, 1, new, length)):
-        return False
-    return torch.equal(mask, torch.ones(new, length, dtype=torch.bool).tril(length - new).expand_as(mask))
+        return None
+    rows, ends = torch.arange(length), torch.arange(length - new, length)[:, None] + 1
+    starts = ends - mask[:, 0].sum(-1, keepdim=True)
+    if not torch.equal(mask[:, 0], (rows >= starts) & (rows < ends)) or not bool((starts < ends).all()):
+        return None
+    return starts[..., 0].expand(batch, new)
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.cache_allocators.full_attention
     FullAttentionCacheAllocator,
 )
 
-from trilobite.kernels.ops import attend, attends
+from trilobite.kernels.ops import attend, attends, reads_prompts
 
 ATTENTION = "trilobite_by_text"
 """Its name in transformers' registry."""
@@ -36,19 +36,18 @@ def attention_by_text(
     keys, values, rows = _kept(module, key, value, kwargs)
     window, sinks, softcap = (kwargs.get(name) for name in ("sliding_window", "s_aux", "softcap"))
     scale = kwargs.get("scaling")
-    starts = (pairwise(kwargs[name].tolist()) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    texts = list(zip(*starts, strict=True))
+    lengths = (pairwise(kwargs[name].tolist()) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    texts = list(zip(*lengths, strict=True))
     query = query[0].transpose(0, 1)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     if attends(query) and keys.dtype == query.dtype:
-        newest = [(a, b) for a, b in texts if a[1] - a[0] == 1]
-        texts = [(a, b) for a, b in texts if a[1] - a[0] > 1]
-        if newest:
-            ends = torch.tensor([0, *(k1 - k0 for _, (k0, k1) in newest)]).cumsum(0)
-            read = torch.cat([rows[k0:k1] for _, (k0, k1) in newest])
-            at = torch.tensor([q0 for (q0, _), _ in newest])
+        all_of_them = reads_prompts() or sinks is not None or softcap
+        natively = [(a, b) for a, b in texts if all_of_them or a[1] - a[0] == 1]
+        texts = [] if all_of_them else [(a, b) for a, b in texts if a[1] - a[0] > 1]
+        if natively:
+            at, starts, ends = _tokens(natively, window)
             output[at] = attend(
-                query[at], keys, values, read, ends, scale=scale, softcap=softcap, sinks=sinks
+                query[at], keys, values, rows, starts, ends, scale=scale, softcap=softcap, sinks=sinks
             )
     for (q0, q1), (k0, k1) in texts:
         read = rows[k0:k1]
@@ -59,6 +58,19 @@ def attention_by_text(
             made = _softmax(q, k, v, scale, window, sinks, softcap)
         output[q0:q1] = made[0].transpose(0, 1)
     return output[None, ..., :width], None
+
+
+def _tokens(
+    texts: list[tuple[tuple[int, int], tuple[int, int]]], window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens those of some texts are, and where what each looks at begins and ends among the rows of all.
+
+    texts: of each its new tokens, from .. to, and its rows
+    """
+    at = torch.cat([torch.arange(q0, q1) for (q0, q1), _ in texts])
+    ends = torch.cat([torch.arange(k1 - (q1 - q0), k1) + 1 for (q0, q1), (_, k1) in texts])
+    starts = torch.cat([torch.full((q1 - q0,), k0) for (q0, q1), (k0, _) in texts])
+    return at, starts if window is None else starts.maximum(ends - window), ends
 
 
 class Deferred:

@@ -15,6 +15,8 @@ from trilobite.kernels.cpu.attention import attend, attends
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
 CLOSE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Largest error as a share of the largest result: that of rounding the result."""
+PROMPT = 8
+"""So many tokens in a row are worked on together."""
 
 
 @pytest.fixture(params=tiers())
@@ -124,7 +126,15 @@ def test_heads_that_lie_apart_and_every_number_of_threads() -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "before", "new"), [(4, 1, 16, 0, 1), (6, 2, 48, 250, 17)]
+    ("heads", "kv_heads", "width", "before", "new"),
+    [
+        (4, 1, 16, 0, 1),
+        (6, 2, 48, 250, 17),
+        (3, 3, 128, 0, 130),
+        (70, 1, 16, 5, 16),  # more heads share keys than a block has queries
+        (5, 1, 32, 71, 75),
+        (2, 1, 80, 143, 7),  # too few tokens
+    ],
 )
 def test_tokens_of_a_prompt_share_rows(
     tier: str, dtype: torch.dtype, heads: int, kv_heads: int, width: int, before: int, new: int
@@ -138,14 +148,59 @@ def test_tokens_of_a_prompt_share_rows(
     made = attend(query, key, value, rows, starts, ends)
     texts = [rows[start:end] for start, end in zip(starts, ends, strict=True)]
     assert distance(made, naive(query, key, value, texts, 0, None)) < CLOSE[dtype]
-    assert torch.equal(made, attend(query, key, value, *indices(texts)))
+    if new < PROMPT:
+        assert torch.equal(made, attend(query, key, value, *indices(texts)))
+    for first in range(
+        0, new - PROMPT + 1, 4
+    ):  # the bits of a token are the same in other prompts from that row on
+        for part in (slice(first, new), slice(0, first + PROMPT)):
+            if starts[part][0] == starts[0]:
+                again = attend(query[part], key, value, rows, starts[part], ends[part])
+                assert torch.equal(again, made[part])
 
 
-def test_a_prompt_in_several_passes() -> None:
+@pytest.mark.parametrize("window", [1, 30, 100])
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_a_prompt_with_a_window_and_sinks(tier: str, dtype: torch.dtype, window: int, softcap: float) -> None:
+    query, key, value, (rows,) = some(dtype, 12, 4, 32, [160])
+    query, ends = torch.randn(90, 12, 32).to(dtype), torch.arange(70, 160) + 1
+    starts, sinks = (ends - window).clamp(min=0), torch.linspace(-2, 3, 12)
+    made = attend(query, key, value, rows, starts, ends, softcap=softcap, sinks=sinks)
+    texts = [rows[start:end] for start, end in zip(starts, ends, strict=True)]
+    assert distance(made, naive(query, key, value, texts, softcap, sinks)) < CLOSE[dtype]
+
+
+def test_prompts_beside_steps() -> None:
+    """Two prompts and single tokens, in one call as each by itself."""
+    query, key, value, rows = some(torch.float32, 8, 2, 32, [40, 3, 70, 90])
+    query = torch.randn(1 + 20 + 1 + 1 + 70, 8, 32)
+    begin = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    counts = (1, 0), (20, 0), (1, 1), (1, 2), (70, 3)
+    ends = torch.cat([torch.arange(begin[t + 1] - n, begin[t + 1]) + 1 for n, t in counts])
+    starts = torch.cat([begin[t].expand(n) for n, t in counts])
+    made = attend(query, key, value, torch.cat(rows), starts, ends)
+    for part in torch.arange(len(query)).split([n for n, _ in counts]):
+        alone = attend(query[part], key, value, torch.cat(rows), starts[part], ends[part])
+        assert torch.equal(made[part], alone)
+
+
+def test_scores_that_grow_and_what_is_no_number() -> None:
+    """Weights are relative to the largest score so far, which later rows exceed; NaN stays with who looks at it."""
+    query, key = torch.ones(100, 1, 16), torch.arange(100.0)[:, None, None].expand(100, 1, 16).contiguous()
+    value, rows, starts = torch.randn(100, 1, 16), torch.arange(100), torch.zeros(100, dtype=torch.int64)
+    made = attend(query, key, value, rows, starts, rows + 1, scale=10.0)
+    torch.testing.assert_close(made, value)
+    key[80] = torch.nan
+    made = attend(query, key, value, rows, starts, rows + 1, scale=10.0)
+    assert torch.equal(made.isnan().flatten(1).any(1), rows >= 80)
+
+
+def test_texts_in_several_passes() -> None:
     """Results that wait for each other are bounded: 4,096 values of each of 1,500 tokens do not wait at once."""
     query, key, value = torch.randn(1500, 64, 64), *(torch.randn(1500, 1, 64) for _ in range(2))
     rows, starts = torch.arange(1500), torch.zeros(1500, dtype=torch.int64)
-    made = attend(query, key, value, rows, starts, rows + 1)
+    made = attend(query.flip(0), key, value, rows, starts, rows.flip(0) + 1).flip(0)  # this is no prompt
     for t in (0, 255, 256, 1023, 1024, 1025, 1499):
         one = attend(query[t : t + 1], key, value, rows, torch.tensor([0, t + 1]))
         assert torch.equal(made[t : t + 1], one)

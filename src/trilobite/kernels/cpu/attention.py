@@ -12,12 +12,8 @@ from trilobite.kernels.cpu.matrix import DTYPES, dtype_code
 
 LANES = 16
 """Heads are a multiple of so many values wide."""
-SHARING = 4
-"""Heads of queries that the engine multiplies at a time, where they share keys."""
-PROMPTS = frozenset(("avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16"))
-"""Tiers that read a prompt faster than torch's product; AVX2 is no faster, torch has AMX, ARM is not measured."""
-LONGEST = 1024
-"""Tokens of such prompts, and those before them: at 512 torch takes 1.6 times as long, at 2,048 as long."""
+PROMPTS = frozenset(("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_gfni", "avx512_bf16"))
+"""Tiers that read a prompt faster than torch's product, which has AMX; ARM is not measured."""
 
 _lib, _ = native.load()
 
@@ -33,14 +29,9 @@ def attends(query: Tensor) -> bool:
     )
 
 
-def reads_prompts(heads: int, kv_heads: int, length: int) -> bool:
-    """Whether `attend` is faster than torch where texts are the newest tokens of one text of so many."""
-    return (
-        _lib is not None
-        and heads >= SHARING * kv_heads
-        and length <= LONGEST
-        and _lib.trilobite_tier().decode() in PROMPTS
-    )
+def reads_prompts() -> bool:
+    """Whether `attend` is faster than torch where texts are the tokens of a prompt."""
+    return _lib is not None and _lib.trilobite_tier().decode() in PROMPTS
 
 
 def _strides(t: Tensor) -> list[int]:
