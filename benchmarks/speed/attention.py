@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.lib.markdown import table
@@ -26,6 +27,8 @@ from trilobite.kernels.ops import attend
 HEADS = ((16, 16), (32, 8))
 """Of queries, and of keys: DeepSeek-MoE's and Mixtral's."""
 WIDTH = 128
+LATENT = 192
+"""Width of queries and keys that are made of latents, DeepSeek-V2's; values have WIDTH."""
 
 
 def median(run: Callable[[], object], repeats: int) -> float:
@@ -62,30 +65,35 @@ def measure(heads: int, kv_heads: int, texts: int, length: int, repeats: int) ->
     }
 
 
-def measure_prompt(heads: int, kv_heads: int, length: int, repeats: int) -> dict[str, float]:
-    """Seconds of each way."""
-    query = torch.randn(1, heads, length, WIDTH).bfloat16()
-    key, value = (torch.randn(1, kv_heads, length, WIDTH).bfloat16() for _ in range(2))
+def measure_prompt(heads: int, kv_heads: int, width: int, length: int, repeats: int) -> dict[str, float]:
+    """Seconds of each way. width: of queries and keys"""
+    query = torch.randn(1, heads, length, width).bfloat16()
+    key, value = (torch.randn(1, kv_heads, length, wide).bfloat16() for wide in (width, WIDTH))
     rows, starts = torch.arange(length), torch.zeros(length, dtype=torch.int64)
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     gqa = heads > kv_heads
+
+    def engine() -> Tensor:
+        wide = pad(value, (0, width - WIDTH)) if width > WIDTH else value
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, wide))
+        return attend(q, k, v, rows, starts, rows + 1)
+
     return {
         "torch": median(lambda: sdpa(query, key, value, is_causal=True, enable_gqa=gqa), repeats),
-        "engine": median(lambda: attend(q, k, v, rows, starts, rows + 1), repeats),
+        "engine": median(engine, repeats),
     }
 
 
 def prompts(chosen: argparse.Namespace) -> None:
     """The table of prompts."""
     rows, found = [], []
-    for heads, kv_heads in HEADS:
+    for heads, kv_heads, width in (*((*h, WIDTH) for h in HEADS), (*HEADS[0], LATENT)):
         for length in chosen.prompts:
-            seconds = measure_prompt(heads, kv_heads, length, chosen.repeats)
-            found.append({"heads": heads, "kv_heads": kv_heads, "length": length, **seconds})
+            seconds = measure_prompt(heads, kv_heads, width, length, chosen.repeats)
+            found.append({"heads": heads, "kv_heads": kv_heads, "width": width, "length": length, **seconds})
             cells = [f"{1e3 * seconds[name]:.2f}" for name in ("torch", "engine")]
             ratio = f"{seconds['torch'] / seconds['engine']:.2f}"
-            rows.append([f"{heads} on {kv_heads}", f"{length:,}", *cells, ratio])
-    header = ["heads", "tokens", "torch, ms", "engine, ms", "torch / engine"]
+            rows.append([f"{heads} on {kv_heads}", str(width), f"{length:,}", *cells, ratio])
+    header = ["heads", "width", "tokens", "torch, ms", "engine, ms", "torch / engine"]
     publish(
         table(header, rows),
         {"rows": found},
