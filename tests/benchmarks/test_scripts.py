@@ -532,7 +532,10 @@ def _programs(folder: Path, *, bench: str, batched: str = "exit 1") -> None:
 def test_attention_of_prompts(run: Any, tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     rows = run(speed_of_attention, "--prompts", 3, 20, "--repeats", 1, "-o", report)["rows"]
-    assert [(row["heads"], row["length"]) for row in rows] == [(16, 3), (16, 20), (32, 3), (32, 20)]
+    kinds = (16, 128), (32, 128), (16, 192)
+    assert [(row["heads"], row["width"], row["length"]) for row in rows] == [
+        (*kind, n) for kind in kinds for n in (3, 20)
+    ]
     assert all(row["torch"] > 0 and row["engine"] > 0 for row in rows)
     assert "32 on 8" in report.read_text()
 
