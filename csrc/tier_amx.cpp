@@ -36,9 +36,9 @@ constexpr auto rows_tier = rows_amx;
 }  // namespace
 
 extern const Tier tier_amx;
-const Tier tier_amx = {
-    "amx",      sizeof(Panel) + 64, parts_amx,     quantize_block, quantize_columns, rows_amx,   low_rank_v,
-    low_rank_u, activate,           attend,        attend_join, attend_prompt,   dense_rows,       convolve,   delta,
-    scan,       store_floats,       map_elements,  sum_rows,       softmax_rows,     read_bytes, spin_tiles,
-    rotate,     quantize_tile,      quantize_span, Isa::LANES,     feed_back,        descend};
+const Tier tier_amx = {"amx",         sizeof(Panel) + 64, parts_amx,  quantize_block, quantize_columns, rows_amx,
+                       low_rank_v,    low_rank_u,         activate,   attend,         attend_join,      attend_prompt,
+                       dense_rows,    convolve,           delta,      scan,           store_floats,     map_elements,
+                       sum_rows,      softmax_rows,       read_bytes, spin_tiles,     rotate,           quantize_tile,
+                       quantize_span, Isa::LANES,         feed_back,  descend};
 }  // namespace trilobite
