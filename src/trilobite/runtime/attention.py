@@ -83,7 +83,7 @@ def attention(
 def attention_beside_own(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The same where what is no step of decoding is the model's own: with sinks, `s_aux` [heads], or without.
+    """The same where what the engine does not know is the model's own: with sinks, `s_aux` [heads], or without.
 
     attention_mask: [B, 1, T, S], 0 where a token may look, and the least number elsewhere
     """
@@ -251,9 +251,9 @@ def _prompt(
         or not (getattr(module, "is_causal", True) if causal is None else causal)
     ):
         return None
-    value = pad(value, (0, wide - width)) if width < wide else value
-    starts = _looks_back(mask, batch, new, length) if _is_plain(query, key, value, kwargs) else None
-    if starts is None:
+    starts = _looks_back(mask, batch, new, length)
+    value = pad(value, (0, wide - width)) if starts is not None and width < wide else value
+    if starts is None or not _is_plain(query, key, value, kwargs):
         return None
     if key.stride() != value.stride() or key.stride(3) != 1:
         key, value = key.contiguous(), value.contiguous()

@@ -41,9 +41,9 @@ def attention_by_text(
     query = query[0].transpose(0, 1)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     if attends(query) and keys.dtype == query.dtype:
-        all_of_them = reads_prompts() or sinks is not None or softcap
-        natively = [(a, b) for a, b in texts if all_of_them or a[1] - a[0] == 1]
-        texts = [] if all_of_them else [(a, b) for a, b in texts if a[1] - a[0] > 1]
+        prompts = reads_prompts() or sinks is not None or softcap
+        natively = [(a, b) for a, b in texts if prompts or a[1] - a[0] == 1]
+        texts = [] if prompts else [(a, b) for a, b in texts if a[1] - a[0] > 1]
         if natively:
             at, starts, ends = _tokens(natively, window)
             output[at] = attend(
