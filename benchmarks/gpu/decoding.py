@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trilobite.measure.ahead import reason
 from trilobite.measure.gpu import FAILURES, captured, interval, random_weight
 from trilobite.recipe import Format
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.residence import OnGpu, PackedModule
@@ -83,10 +84,10 @@ class Stepper:
         ids = torch.randint(0, config.vocab_size, (batch, PROMPT), device=device)
         self.tokens = torch.randint(0, config.vocab_size, (batch, 1), device=device)
         with torch.inference_mode():
-            model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            model(ids, use_cache=True, logits_to_keep=1, **{CACHE: self.cache})
 
     def step(self) -> Tensor:
-        logits: Tensor = self.model(self.tokens, past_key_values=self.cache, use_cache=True).logits
+        logits: Tensor = self.model(self.tokens, use_cache=True, **{CACHE: self.cache}).logits
         return logits
 
 

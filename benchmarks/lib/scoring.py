@@ -19,7 +19,8 @@ from trilobite.checkpoint.packed import read_report
 from trilobite.checkpoint.source import open_source
 from trilobite.evaluate.perplexity import Score, score, tokenize_file
 from trilobite.formats.weight import PackedWeight, dequantize
-from trilobite.runtime.load import load, load_tokenizer, map_tensors
+from trilobite.runtime.load import load, load_tokenizer
+from trilobite.runtime.mapped import map_files
 from trilobite.runtime.modules.swap import group_parts
 
 AGREEMENT = 1e-6
@@ -33,7 +34,7 @@ def unpacked(folder: Path, original: Path) -> PreTrainedModel:
 
 def decoded(folder: Path) -> dict[str, Tensor]:
     """The tensors of a packed model by the original's names, every matrix decoded."""
-    tensors = map_tensors(open_source(str(folder)))
+    tensors = map_files(open_source(str(folder))).tensors
     rows = {t["name"].removesuffix(".weight"): t for t in read_report(folder)["tensors"]}
     for path, parts in group_parts(tensors).items():
         (n, k), exponent = rows[path]["shape"], rows[path].get("exponent", 0)

@@ -46,7 +46,7 @@ from trilobite.quantize.calibrate.windows import Calibration
 from trilobite.quantize.run.calibrated import Calibrator
 from trilobite.quantize.run.compress import prepare
 from trilobite.recipe import PRESETS, Recipe, Role
-from trilobite.runtime.load import map_tensors
+from trilobite.runtime.mapped import map_files
 
 TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K")
 IK_TYPES = ("IQ2_KT", "IQ2_KS", "IQ2_K", "IQ2_KL", "IQ3_KT", "IQ3_KS", "IQ3_K", "IQ4_KSS", "IQ4_KS", "IQ4_K")
@@ -101,7 +101,7 @@ class Peers:
     def tensors(self) -> dict[str, Tensor]:
         """Of the model with our head, fp32."""
         head = pack(self.model, PRESETS["search3"], self.work.parent, frequency=None)
-        kept = {name: t.float() for name, t in map_tensors(self.source).items()}
+        kept = {name: t.float() for name, t in map_files(self.source).tensors.items()}
         assert all(m.source == m.name for m in self.body), "matrices lie one by one in these checkpoints"
         return kept | {HEAD: decoded(head.path)[HEAD]}
 

@@ -39,6 +39,7 @@ from trilobite.kernels.layer import CpuSettings, ExpertsLayer
 from trilobite.measure.shapes import ExpertsShape
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import Format, LatticeFormat, load_recipe
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load, load_tokenizer
 from trilobite.runtime.modules.swap import configure
 
@@ -293,13 +294,13 @@ def steps(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     for title, packed in packed_models():
         model = load(str(packed))
         spent = clock_modules(model)
-        cache = model(torch.randint(0, 32000, (1, 16)), use_cache=True).past_key_values
+        cache = model(torch.randint(0, 32000, (1, 16)), use_cache=True)[CACHE]
         times: list[dict[str, float]] = []
         for _ in range(30 if quick else 100):
             spent.clear()
             start = time.perf_counter()
             with torch.inference_mode():
-                model(torch.randint(0, 32000, (1, 1)), past_key_values=cache, use_cache=True)
+                model(torch.randint(0, 32000, (1, 1)), use_cache=True, **{CACHE: cache})
             whole = time.perf_counter() - start
             times.append({"token": whole, **spent, "rest": whole - sum(spent.values())})
         medians = {kind: 1e3 * statistics.median(t[kind] for t in times) for kind in times[-1]}
@@ -318,10 +319,10 @@ def _generate(model: Any, batch: int, length: int) -> tuple[float, float]:
         for _ in range(3):
             times = []
             past = model(ids, use_cache=True)
-            cache, token = past.past_key_values, torch.randint(0, 32000, (batch, 1))
+            cache, token = past[CACHE], torch.randint(0, 32000, (batch, 1))
             for _ in range(length):
                 start = time.perf_counter()
-                past = model(token, past_key_values=cache, use_cache=True)
+                past = model(token, use_cache=True, **{CACHE: cache})
                 token = past.logits[:, -1:].argmax(-1)
                 times.append(time.perf_counter() - start)
                 token = torch.randint(0, 32000, (batch, 1))  # random tokens, or the routing degenerates

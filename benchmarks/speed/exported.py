@@ -21,6 +21,7 @@ from transformers import DynamicCache, StaticCache
 
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_output, add_page, parser, publish
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
 
 MARKER = "speed-exported"
@@ -57,7 +58,7 @@ class StaticStep(nn.Module):
         try:
             forward = type(self.model).forward
             return forward(
-                self.model, input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True
+                self.model, input_ids=ids, position_ids=position, use_cache=True, **{CACHE: self.cache}
             ).logits
         finally:
             for layer, name, value in kept:
@@ -108,7 +109,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 def _dynamic(model: Any, forward: Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
     """A step of the model over a cache of its own, which begins empty."""
     cache = DynamicCache(config=model.config)
-    return lambda ids, _: forward(input_ids=ids, past_key_values=cache, use_cache=True)
+    return lambda ids, _: forward(input_ids=ids, use_cache=True, **{CACHE: cache})
 
 
 def main() -> None:

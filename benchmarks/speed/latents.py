@@ -24,6 +24,7 @@ from benchmarks.lib.script import add_machine, add_output, add_page, of_machine,
 from benchmarks.lib.whole_models import packed_models, step_bytes
 from trilobite.huge_pages import ones
 from trilobite.kernels.cpu import engine as cpu
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
 from trilobite.runtime.step.step_list import COMPARED, RECORDED
 
@@ -48,7 +49,7 @@ def milliseconds(model: Any, cache: DynamicCache, steps: int) -> list[float]:
     found = []
     for token in torch.randint(model.config.vocab_size, (RECORDED + COMPARED + 1 + steps,)):
         started = time.perf_counter()
-        model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
+        model(input_ids=token.view(1, 1), use_cache=True, **{CACHE: cache})
         found.append(1e3 * (time.perf_counter() - started))
     return found[-steps:]
 

@@ -39,7 +39,8 @@ from trilobite.checkpoint.source import Source, open_source
 from trilobite.evaluate.trace import Trace, load_trace, norm
 from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
-from trilobite.runtime.load import EXPERT_PART, load
+from trilobite.runtime.load import load
+from trilobite.runtime.mapped import EXPERT_PART
 from trilobite.runtime.offload.memory import Arena
 from trilobite.runtime.offload.plan import MemoryPlan, Offload
 from trilobite.runtime.offload.reader import Reader

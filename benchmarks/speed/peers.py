@@ -32,6 +32,7 @@ from benchmarks.lib.script import add_machine, add_output, add_page, of_machine,
 from trilobite.huge_pages import ones
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.step.texts import WORTH
@@ -74,7 +75,7 @@ def ours(model: Any, mode: str, options: argparse.Namespace) -> dict[str, float]
     _steps(model, 1, None, WARM)
     found = {"tg": _steps(model, 1, None, options.tokens)}
     for texts in options.texts:
-        cache = model(torch.randint(vocabulary, (texts, PROMPT)), use_cache=True).past_key_values
+        cache = model(torch.randint(vocabulary, (texts, PROMPT)), use_cache=True)[CACHE]
         _steps(model, texts, cache, WORTH + WARM)
         found[f"tg {texts}"] = _steps(model, texts, cache, options.tokens)
     return {**found, f"pp {options.prompt}": options.prompt / read_prompt(model, options.prompt)}
@@ -92,10 +93,8 @@ def _steps(model: Any, texts: int, cache: Any, tokens: int) -> float:
     """Tokens a second of all texts."""
     started = time.perf_counter()
     for _ in range(tokens):
-        step = model(
-            torch.randint(model.config.vocab_size, (texts, 1)), past_key_values=cache, use_cache=True
-        )
-        cache = step.past_key_values
+        step = model(torch.randint(model.config.vocab_size, (texts, 1)), use_cache=True, **{CACHE: cache})
+        cache = step[CACHE]
     return texts * tokens / (time.perf_counter() - started)
 
 

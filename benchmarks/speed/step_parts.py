@@ -24,6 +24,7 @@ from benchmarks.lib.script import add_output, add_page, parser, publish
 from trilobite.kernels.cpu import attention as native_attention
 from trilobite.kernels.cpu import engine
 from trilobite.runtime.attention import ATTENTION, attention
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
@@ -114,13 +115,13 @@ def measure(folder: Path, prompt: int, steps: int) -> dict[str, float]:
     """Microseconds of a token, by kind."""
     model = load(str(folder))
     vocabulary = model.config.vocab_size
-    cache = model(torch.randint(vocabulary, (1, prompt)), use_cache=True).past_key_values
+    cache = model(torch.randint(vocabulary, (1, prompt)), use_cache=True)[CACHE]
     clocks = clock(model)
     found = []
     for _ in range(steps + LEFT_OUT):
         clocks.spent.clear()
         started = time.perf_counter()
-        model(input_ids=torch.randint(vocabulary, (1, 1)), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.randint(vocabulary, (1, 1)), use_cache=True, **{CACHE: cache})
         whole = time.perf_counter() - started
         found.append({"a token": whole, **clocks.spent, "other modules": whole - sum(clocks.spent.values())})
     return {kind: 1e6 * median(t.get(kind, 0.0) for t in found[LEFT_OUT:]) for kind in found[-1]}

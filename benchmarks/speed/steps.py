@@ -20,15 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.lib.loading import in_small_pages
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
-from benchmarks.lib.small_pages import in_small_pages
 from benchmarks.lib.whole_models import step_bytes
 from benchmarks.speed.peers import read_prompt
 from trilobite.huge_pages import ones
 from trilobite.kernels import ops
 from trilobite.kernels.cpu import engine as cpu
 from trilobite.kernels.layer import CpuSettings
+from trilobite.runtime.cache_name import CACHE
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.step.step_list import COMPARED, RECORDED
@@ -84,7 +85,7 @@ class Cut:
 
 def begin(model: Any, prompt: Tensor) -> Any:
     """A cache of prompts [texts, S], each a token shorter than the next one."""
-    return model(prompt, use_cache=True, **_beside(len(prompt), 0, prompt.shape[1])).past_key_values
+    return model(prompt, use_cache=True, **_beside(len(prompt), 0, prompt.shape[1]))[CACHE]
 
 
 def _beside(texts: int, first: int, end: int) -> dict[str, Tensor]:
@@ -103,7 +104,7 @@ def timed(model: Any, cache: Any, tokens: Tensor) -> tuple[list[float], list[Ten
         length = cache.get_seq_length()
         given = {"input_ids": token[:, None], **_beside(len(token), length, length + 1)}
         started = time.perf_counter()
-        made = model(past_key_values=cache, use_cache=True, **given).logits
+        made = model(use_cache=True, **given, **{CACHE: cache}).logits
         seconds.append(time.perf_counter() - started)
         logits.append(made)
     return seconds, logits

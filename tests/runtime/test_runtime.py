@@ -42,7 +42,6 @@ from trilobite.quantize.run.compress import compress
 from trilobite.quantize.run.lines import quantize_line
 from trilobite.quantize.run.options import Options
 from trilobite.recipe import Format, Recipe, Role, Rule, load_recipe
-from trilobite.runtime import load as load_module
 from trilobite.runtime.attention import attend_natively
 from trilobite.runtime.generate import cache as cache_module
 from trilobite.runtime.generate.cache import FixedCache, GrowingCache
@@ -371,7 +370,7 @@ def test_tensors_are_views_of_the_file(
 ) -> None:
     """No stacking copies: the experts of a layer lie in one slab, which is a stretch of the mapping."""
     mapped: list[mmap.mmap] = []
-    monkeypatch.setattr(load_module, "prefer_huge_pages", mapped.append)
+    monkeypatch.setattr("trilobite.runtime.mapped.prefer_huge_pages", mapped.append)
     packed = load(str(models("mixtral").packed(MILO)))
     (file,) = (np.frombuffer(pages, dtype=np.uint8) for pages in mapped)
     experts = [m for m in packed.modules() if isinstance(m, PackedExperts)]
@@ -379,6 +378,27 @@ def test_tensors_are_views_of_the_file(
     assert len(experts) == 2
     for tensor in (*(m.residence.slab for m in experts), linear.weight_packed):
         assert 0 <= tensor.data_ptr() - file.ctypes.data <= file.nbytes - tensor.nbytes
+
+
+def test_transformers_is_not_given_the_experts(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loader takes a fraction of a millisecond for each tensor, of which 128 experts a layer have thousands."""
+    given: list[str] = []
+
+    class Kind:
+        @staticmethod
+        def from_pretrained(name: None, *, state_dict: dict[str, Tensor], **settings: object) -> object:
+            given.extend(state_dict)
+            return MixtralForCausalLM.from_pretrained(name, state_dict=state_dict, **settings)
+
+    monkeypatch.setattr("trilobite.runtime.load.model_class", lambda *_: Kind)
+    path = models("mixtral").packed(MILO)
+    found = load(str(path)).state_dict()
+    stored = open_source(str(path)).tensors
+    assert len(found) == len(stored)
+    assert not any("experts" in name for name in given)
+    assert len(given) == sum("experts" not in name for name in stored)
 
 
 # Files that are not what they should be.

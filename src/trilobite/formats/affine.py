@@ -21,6 +21,7 @@ The offset is the paper's zero point in weight units: offset = -scale * z (MiLo 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -97,6 +98,7 @@ def scale_shape(fmt: Format, n: int, k: int) -> tuple[int, int, int] | None:
     return tile_rows, -(-groups // supergroup(fmt)), 8 if fmt.symmetric else 16
 
 
+@lru_cache(maxsize=1024)
 def format_of(packed: tuple[int, ...], scale: tuple[int, ...] | None, k: int) -> Format:
     """Read the format off the shapes of the stored tensors: they determine it.
 

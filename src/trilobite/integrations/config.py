@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import torch
 from transformers.quantizers import auto, register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trilobite.checkpoint.packed import FORMAT_VERSION
+from trilobite.runtime.mapped import Mapped
 
 METHOD = "trilobite"
-Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @register_quantization_config(METHOD)
@@ -18,8 +17,7 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     recipe: a preset's name, a YAML file, or a recipe as a mapping    format_version: of the packed checkpoint
     keep_unmatched: when quantizing on load, keep what no role and no part of the model claims (`--keep-unmatched`)
-    tensors: dtypes and shapes by name, rows: N where tiles do not tell it, and folder, where they are, are set by
-    `trilobite.load`: it has no checkpoint files to look them up in
+    mapped: the checkpoint, set by `trilobite.load`, from whose files experts are taken
     exponents: by matrix, of the powers of two that format version 2 has; applied while loading
     activations, threads, memory, gpu_memory: as in `trilobite.load`, of the model that loads; not stored. The last two
     are for packed checkpoints, whose experts stay in their files then
@@ -30,10 +28,8 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         recipe: str | dict[str, Any] = "milo-s1",
         format_version: int = FORMAT_VERSION,
         keep_unmatched: bool = False,
-        tensors: Tensors | None = None,
-        rows: dict[str, int] | None = None,
+        mapped: Mapped | None = None,
         exponents: dict[str, int] | None = None,
-        folder: str | None = None,
         activations: str = "exact",
         threads: int | None = None,
         memory: Any = None,
@@ -45,10 +41,8 @@ class TrilobiteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.recipe = recipe
         self.format_version = format_version
         self.keep_unmatched = keep_unmatched
-        self.tensors = tensors
-        self.rows = rows
+        self.mapped = mapped if isinstance(mapped, Mapped) else None
         self.exponents = exponents or {}
-        self.folder = folder
         self.activations, self.threads = activations, threads
         self.memory, self.gpu_memory = memory, gpu_memory
 

@@ -21,13 +21,14 @@ from transformers.quantizers import HfQuantizer
 
 from trilobite.checkpoint.guard import lift
 from trilobite.checkpoint.packed import FORMAT_VERSION, REPORT, SCALED_VERSION, check_version
-from trilobite.checkpoint.source import DTYPES, Source, open_source
+from trilobite.checkpoint.source import Source, open_source
 from trilobite.checkpoint.verify import check_names
 from trilobite.errors import CheckpointError, OffloadError, RecipeError
-from trilobite.integrations.config import Tensors, TrilobiteConfig
+from trilobite.integrations.beside import BesideLoader
+from trilobite.integrations.config import TrilobiteConfig
 from trilobite.integrations.resizing import resize_packed
 from trilobite.integrations.saving import notes_of, save_packed
-from trilobite.integrations.streaming import StreamedExperts, check_placement
+from trilobite.integrations.streaming import Streamed, check_placement
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.experts import EXPERT_NAME
 from trilobite.models.names import memory_names
@@ -39,6 +40,7 @@ from trilobite.quantize.run.lines import quantize_line
 from trilobite.quantize.run.metadata import packed_report
 from trilobite.quantize.threads import single_threaded_torch
 from trilobite.recipe import load_recipe, needs_calibration, recipe_from_dict
+from trilobite.runtime.mapped import EXPERT_PART
 from trilobite.runtime.modules.dequantize import dequantize_modules
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
@@ -68,7 +70,8 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         self.source: Source | None = None
         self.notes: dict[str, str] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self.streamed: StreamedExperts | None = None
+        self.streamed: Streamed | None = None
+        self.beside: BesideLoader | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a format version that this release does not read."""
@@ -122,20 +125,23 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        translate = memory_names(model)
-        known, folder = self.quantization_config.tensors, self.quantization_config.folder
-        rows, exponents = self.quantization_config.rows, self._exponents()
-        self.quantization_config.tensors = self.quantization_config.folder = None
-        self.quantization_config.rows = None
-        if known is None:
+        translate, exponents = memory_names(model), self._exponents()
+        mapped, self.quantization_config.mapped = self.quantization_config.mapped, None
+        if mapped is None:
             if not checkpoint_files:
                 raise CheckpointError("no checkpoint files to load; expected a folder with safetensors files")
-            folder = str(Path(checkpoint_files[0]).parent)
-            self.source = open_source(folder)
-            known, rows = self._stored(self.source), self.source.rows
-        if self.pre_quantized and folder is not None:
-            self.notes = notes_of(Path(folder))
-        swap_modules(model, group_parts({translate(name): t for name, t in on_meta(known).items()}))
+            self.source = open_source(str(Path(checkpoint_files[0]).parent))
+            self._let_stream(self.source)
+            mapped = self.streamed.mapped if self.streamed else None
+            source = self.source
+        else:
+            source = mapped.source
+        if self.pre_quantized:
+            self.notes = notes_of(source.path)
+        parts = self._stored(source)
+        if mapped is not None:
+            parts |= {name: t for name, t in mapped.tensors.items() if EXPERT_PART.match(name)}
+        swap_modules(model, group_parts({translate(name): t for name, t in parts.items()}))
 
         def paths(by_name: dict[str, int]) -> dict[str, int]:
             return {
@@ -145,9 +151,10 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         set_exponents(model, paths(exponents))
         if not self.pre_quantized:
             self._expect_originals(model, translate)
-        elif rows is not None:
-            check_rows(model, paths(rows))
-        self._let_stream(model, translate)
+        elif source.rows is not None:
+            check_rows(model, paths(source.rows))
+        if mapped is not None:
+            self.beside = BesideLoader(model)
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
 
     def _exponents(self) -> dict[str, int]:
@@ -165,25 +172,24 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         return found
 
-    def _let_stream(self, model: PreTrainedModel, translate: Callable[[str], str]) -> None:
-        """Keep experts that shall stream out of the loader's hands."""
+    def _let_stream(self, source: Source) -> None:
+        """Map a checkpoint whose experts shall stream."""
         chosen = self.quantization_config
         memory, gpu_memory = chosen.memory, chosen.gpu_memory
         chosen.memory = chosen.gpu_memory = None
         if memory is None and gpu_memory is None:
             return
-        if not self.pre_quantized or self.source is None:
+        if not self.pre_quantized:
             raise OffloadError(
                 "memory and gpu_memory are for packed checkpoints, from whose files experts stream: run `trilobite "
                 "compress` first and load what it makes"
             )
-        self.streamed = StreamedExperts(self.source, translate, memory, gpu_memory)
-        self.streamed.hide(model)
+        self.streamed = Streamed(source, memory, gpu_memory)
 
-    def _stored(self, source: Source) -> Tensors:
-        """dtype and shape of every packed tensor: on disk, or planned when quantizing on load."""
+    def _stored(self, source: Source) -> dict[str, Tensor]:
+        """Every packed tensor, on meta: on disk, or planned when quantizing on load."""
         if self.pre_quantized:
-            return {name: (DTYPES[info.dtype], info.shape) for name, info in source.tensors.items()}
+            return on_meta(source.tensors)
         recipe = self.quantization_config.recipe
         chosen = recipe_from_dict(recipe, "recipe") if isinstance(recipe, dict) else load_recipe(recipe)
         if needs_calibration(chosen) or chosen.importance != "none":
@@ -198,7 +204,7 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         self.plan = prepare(source, chosen, keep_unmatched=self.quantization_config.keep_unmatched)
         packed = [line for line in self.plan.lines if line.format is not None]
-        return {t.name: (DTYPES[t.dtype], t.shape) for line in packed for t in line.stored}
+        return on_meta({t.name: t for line in packed for t in line.stored})
 
     def _expect_originals(self, model: PreTrainedModel, translate: Callable[[str], str]) -> None:
         """Give each swapped module the parameters that its original had, for the loader to aim at."""
@@ -230,8 +236,9 @@ class TrilobiteQuantizer(HfQuantizer):  # type: ignore[misc]
         return QuantizeOnLoad(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        if self.streamed is not None:
-            self.streamed.show(model)
+        if self.beside is not None:
+            self.beside.put_back(model)
+            self.beside = None
         self._cast_renamed(model)
         finish(model)
         if self.pre_quantized and self.source is not None and REPORT in self.notes:

@@ -72,12 +72,14 @@ def build(experts: Sequence[tuple[PackedWeight | None, PackedWeight, PackedWeigh
         slab, offset_of = _view(parts)
     else:
         slab, offset_of = _copy(parts)
-    table = torch.full((len(experts), 3, len(Column)), -1, dtype=torch.int64)
-    for e, matrices in enumerate(experts):
-        for p, w in enumerate(matrices):
-            if w is not None:
-                table[e, p] = torch.tensor(_row(w, offset_of))
-    return slab, table
+    absent = [-1] * len(Column)
+    rows = [[absent if w is None else _row(w, offset_of) for w in matrices] for matrices in experts]
+    return slab, torch.tensor(rows, dtype=torch.int64)
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether both are views of the same memory."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _view(parts: list[Tensor]) -> tuple[Tensor, dict[int, int]]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from trilobite.kernels.ops import Binding, dense_heads
 from trilobite.runtime.modules.dequantize import dense_linear
 from trilobite.runtime.modules.linear import PackedLinear
+from trilobite.runtime.modules.residence import modules_that_run
 
 NAMES = ("kv_b_proj", "expand_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 
@@ -110,6 +111,6 @@ def latents_of(module: nn.Module, key: Tensor) -> Latents | None:
 
 def attend_to_latents(model: PreTrainedModel, wanted: str) -> None:
     """Let the modules of a model that have latents leave them for the attention of that name."""
-    for module in model.modules():
+    for module in modules_that_run(model):
         if all(hasattr(module, name) for name in NAMES):
             module.expand_kv = Latents(module, wanted)  # type: ignore[assignment]

@@ -1,12 +1,9 @@
 """Load a checkpoint, packed or original, as a transformers model; packed weights stay in the mapped file."""
 
-import mmap
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -16,9 +13,8 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from trilobite.checkpoint.layout import ALIGN
 from trilobite.checkpoint.packed import REPORT, check_finished, check_version, read_report
-from trilobite.checkpoint.source import DTYPES, Source, open_source
+from trilobite.checkpoint.source import Source, open_source
 from trilobite.checkpoint.unpack import UNPACKABLE, check_scales, quantization_of
 from trilobite.checkpoint.verify import check_intact, check_names
 from trilobite.errors import (
@@ -30,23 +26,21 @@ from trilobite.errors import (
     one_line,
     refuse_exhausted,
 )
-from trilobite.huge_pages import prefer_huge_pages
 from trilobite.kernels.layer import CpuSettings
 from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.quiet import quiet
 from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.attention import attend_natively
 from trilobite.runtime.heap import keep_freed_memory
+from trilobite.runtime.mapped import EXPERT_PART, map_files
 from trilobite.runtime.modules.router import route_natively
 from trilobite.runtime.modules.swap import configure
 from trilobite.runtime.offload.device import bound_on_gpu, gpu_tier
 from trilobite.runtime.offload.plan import AUTO, GpuMemory, Offload
 from trilobite.runtime.offload.streaming import bound
+from trilobite.runtime.read_ahead import read_ahead
 from trilobite.runtime.recurrent import keep_states_natively
 from trilobite.runtime.step.replay import replay_steps
-
-EXPERT_PART = re.compile(r"(.*\.experts)\.(?:expert_)?\d+\..*\.weight_")
-"""Name of a part of a packed expert, after that of its layer's experts."""
 
 
 def load(
@@ -62,8 +56,9 @@ def load(
 ) -> PreTrainedModel:
     """Load a packed or an original checkpoint for inference.
 
-    Tensors are views of the mapped files: loading reads the headers, and pages come in when they are first used. On
-    another device they are copied there. Never runs a checkpoint's own code.
+    Tensors are views of the mapped files: loading reads the headers, and pages come in when they are first used, or
+    before, where there is memory for all of them (`read_ahead`). On another device they are copied there. Never runs a
+    checkpoint's own code.
 
     dtype: of what stays unpacked, and of the activations; default: the checkpoint's
     activations, threads: of packed weights on CPUs, for this model alone: "exact", or "int8", which rounds what enters
@@ -93,17 +88,17 @@ def load(
         check_scales(source)
     if verify:
         check_intact(source)
-    tensors = map_tensors(source)
+    mapped = map_files(source)
+    tensors = mapped.tensors
+    if device == "cpu" and gpu is None and memory in (None, AUTO):
+        read_ahead(mapped.files)
     config = read_config(source)
     if packed:
-        known = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-        config.quantization_config = {
-            **quantization,
-            "tensors": known,
-            "rows": source.rows,
-            "folder": str(source.path),
-        }
-    model, report = _from_tensors(config, source, tensors, dtype)
+        config.quantization_config = {**quantization, "mapped": mapped}
+        loaded = {name: t for name, t in tensors.items() if not EXPERT_PART.match(name)}
+    else:
+        loaded = tensors
+    model, report = _from_tensors(config, source, loaded, dtype)
     _check_complete(source.path, report)
     if packed and (source.path / REPORT).exists():
         check_names(source)
@@ -218,44 +213,3 @@ def _to_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside a checkpoint. Raises CheckpointError when there is none."""
     return read_tokenizer(open_source(path_or_id).path)
-
-
-def map_tensors(source: Source) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint as a view of its mapped file.
-
-    Each is a storage of its own, which is what torch copies and pickles of a tensor; the experts of a layer share one,
-    the stretch of the file that holds them all.
-    """
-    mapped = {}
-    for file, entry in source.files.items():
-        with file.open("rb") as opened:
-            # Private: torch insists on memory that may be written to, and the file never changes by it.
-            pages = mmap.mmap(opened.fileno(), entry.size, access=mmap.ACCESS_COPY)
-        prefer_huge_pages(pages)
-        mapped[file] = np.frombuffer(pages, dtype=np.uint8)
-    tensors = {}
-    for names in _stretches(source):
-        file = source.tensors[names[0]].file
-        first = min(source.tensors[name].offset for name in names) // ALIGN * ALIGN
-        last = max(source.tensors[name].offset + source.tensors[name].nbytes for name in names)
-        stretch = torch.from_numpy(mapped[file][first:last])
-        for name in names:
-            info = source.tensors[name]
-            data = stretch[info.offset - first : info.offset - first + info.nbytes]
-            if (
-                not info.nbytes or data.data_ptr() % DTYPES[info.dtype].itemsize
-            ):  # torch wants aligned views, even of nothing
-                data = data.clone()
-            tensors[name] = data.view(DTYPES[info.dtype]).view(info.shape)
-    return {name: tensors[name] for name in source.tensors}
-
-
-def _stretches(source: Source) -> Iterator[list[str]]:
-    """Names of tensors that become views of one storage."""
-    layers: dict[tuple[Path, str], list[str]] = {}
-    for name, info in source.tensors.items():
-        if match := EXPERT_PART.match(name):
-            layers.setdefault((info.file, match[1]), []).append(name)
-        else:
-            yield [name]
-    yield from layers.values()

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trilobite.kernels.ops import states
+from trilobite.runtime.modules.residence import modules_that_run
 
 operators = torch.ops.trilobite
 Call = Callable[..., Any]
@@ -180,7 +181,7 @@ _ours: set[Call] = set()
 
 def keep_states_natively(model: PreTrainedModel) -> None:
     """Let all models of the modules that a model is made of take steps natively."""
-    for name in {type(m).__module__ for m in model.modules()}:
+    for name in {type(m).__module__ for m in modules_that_run(model)}:
         module = vars(sys.modules[name])
         for function, natively in FUNCTIONS.items():
             theirs = module.get(function)

@@ -11,7 +11,7 @@ from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.padding import fill_up, whole_blocks
 from trilobite.formats.weight import PackedWeight
 from trilobite.kernels import ops
-from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight
+from trilobite.kernels.expert_table import DOWN, GATE, UP, build, expert_weight, same_storage
 from trilobite.kernels.layer import Codings, ExpertsLayer, Pack
 from trilobite.models.experts import PROJECTIONS, expert_activation
 from trilobite.models.stacked_experts import unchanged
@@ -133,12 +133,13 @@ class PackedExperts(PackedModule):
         return named.get(GATE), named[UP], named[DOWN]
 
     def as_stored(self) -> "Residence[PackedExperts]":
-        """In the slab that all parts lie in, or in one made of copies, of which the buffers become views."""
+        """In the memory that all parts lie in, or in a slab of copies, of which the buffers become views."""
         weights: list[Any] = [
             tuple(None if m is None else m.packed() for m in row) for row in self.matrices()
         ]
         slab, table = build(weights)
-        self.put([[self._view(slab, row[p], p) for p in (GATE, UP, DOWN)] for row in table])
+        if not same_storage(slab, weights[0][UP].packed):
+            self.put([[self._view(slab, row[p], p) for p in (GATE, UP, DOWN)] for row in table])
         return _ExpertsAsStored(slab, table)
 
     def _view(self, slab: Tensor, row: Tensor, projection: int) -> PackedWeight | None:

@@ -1,6 +1,6 @@
 """PackedMatrix: one packed weight as the buffers of a module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from trilobite.errors import CheckpointError
 from trilobite.formats.weight import SUFFIXES, PackedWeight, check
+
+BUFFERS = {suffix: f"weight_{suffix}" for suffix in SUFFIXES}
 
 
 class PackedMatrix(nn.Module):
@@ -17,27 +19,28 @@ class PackedMatrix(nn.Module):
     """
 
     def __init__(self, shape: tuple[int, int], parts: dict[str, Tensor]) -> None:
-        """parts: the tensors by suffix (`packed`, ...), on the meta device before loading."""
+        """parts: the tensors by suffix (`packed`, ...), on the meta device where they are yet to be loaded."""
         nn.Module.__init__(self)  # not that of nn.Linear, which would make a weight
         self.shape, self.exponent = shape, 0
-        for suffix in SUFFIXES:
-            self.register_buffer(f"weight_{suffix}", parts.get(suffix))
+        self._fill(parts)
+
+    def _fill(self, parts: Mapping[str, Tensor | None]) -> None:
+        # What `register_buffer` and `__setattr__` come to, of which there would be a hundred thousand.
+        self._buffers.update({name: parts.get(suffix) for suffix, name in BUFFERS.items()})
 
     def packed(self) -> PackedWeight:
         """The packed weight, as views of the buffers."""
-        parts = {s: getattr(self, f"weight_{s}") for s in SUFFIXES}
+        parts: dict[str, Any] = {suffix: self._buffers[name] for suffix, name in BUFFERS.items()}
         return PackedWeight(shape=self.shape, exponent=self.exponent, **parts)
 
     def replace(self, w: PackedWeight) -> None:
         """Put other tensors in the place of the buffers."""
         self.exponent = w.exponent
-        for suffix in SUFFIXES:
-            setattr(self, f"weight_{suffix}", getattr(w, suffix))
+        self._fill(w.tensors())
 
     def clear(self) -> None:
         """Let the buffers go: the weight lives elsewhere."""
-        for suffix in SUFFIXES:
-            setattr(self, f"weight_{suffix}", None)
+        self._fill({})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Buffers move and keep their types: `model.to(bfloat16)` does not change how a compensator is stored."""
@@ -51,8 +54,8 @@ class PackedMatrix(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for suffix in SUFFIXES:
-            if (part := destination.get(name := f"{prefix}weight_{suffix}")) is not None:
+        for buffer in BUFFERS.values():
+            if (part := destination.get(name := prefix + buffer)) is not None:
                 destination[name] = alone(part)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,8 +75,7 @@ def alone(part: Tensor) -> Tensor:
 
 def check_loaded(matrix: PackedMatrix, name: str) -> None:
     """Raise CheckpointError when a buffer was not loaded, ShapeError when the parts do not fit together."""
-    for suffix in SUFFIXES:
-        part = getattr(matrix, f"weight_{suffix}")
-        if part is not None and part.device == torch.device("meta"):
-            raise CheckpointError(f"{name}.weight_{suffix} is missing from the checkpoint; copy it again")
+    for buffer, part in matrix._buffers.items():
+        if part is not None and part.is_meta:
+            raise CheckpointError(f"{name}.{buffer} is missing from the checkpoint; copy it again")
     check(matrix.packed(), name)

@@ -192,3 +192,18 @@ class PackedModule(nn.Module, ABC):
 def leaves_gpu(fn: Callable[[Tensor], Tensor], table: Tensor) -> bool:
     """Whether `fn` moves tensors away from CUDA devices."""
     return table.device.type == "cuda" and fn(table[:0]).device.type != "cuda"
+
+
+def modules_that_run(module: nn.Module, known: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """Each of a model's modules, but of packed experts not the thousands that only hold their weights.
+
+    known: those that have come already
+    """
+    known = set() if known is None else known
+    if module in known:
+        return
+    known.add(module)
+    yield module
+    for child in module.children():
+        if not (isinstance(module, PackedModule) and type(child) is nn.Module):
+            yield from modules_that_run(child, known)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trilobite.checkpoint.layout import StoredTensor
+from trilobite.checkpoint.source import DTYPES, TensorInfo
 from trilobite.errors import ArchitectureError, CheckpointError
 from trilobite.formats.bitpack import ROWS
 from trilobite.formats.weight import SUFFIXES
@@ -15,7 +17,7 @@ from trilobite.runtime.modules.dequantize import decode_scaled
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
 from trilobite.runtime.modules.matrix import PackedMatrix, check_loaded
-from trilobite.runtime.modules.residence import PackedModule
+from trilobite.runtime.modules.residence import PackedModule, modules_that_run
 
 Parts = dict[str, Tensor]
 
@@ -40,8 +42,8 @@ def group_parts(tensors: Mapping[str, Tensor]) -> dict[str, Parts]:
 def swap_modules(model: PreTrainedModel, packed: Mapping[str, Parts]) -> None:
     """Replace the modules whose weights are packed.
 
-    packed: module path in memory -> parts (on meta)    Paths of modules that the model does not have, such as
-    DeepSeek's extra prediction layers, are passed by, as transformers passes by their 16-bit tensors.
+    packed: module path in memory -> parts, on meta or as they are. Paths of modules that the model does not have,
+    such as DeepSeek's extra prediction layers, are passed by, as transformers passes by their 16-bit tensors.
     Raises ArchitectureError when a module is of a kind that cannot be replaced.
     """
     modules = dict(model.named_modules())
@@ -91,7 +93,7 @@ def _skip_initialisation(model: PreTrainedModel, path: str) -> None:
 
 def configure(model: nn.Module, settings: CpuSettings) -> None:
     """Let all packed modules of a model compute so on CPUs; other models keep their own settings."""
-    for module in model.modules():
+    for module in modules_that_run(model):
         if isinstance(module, PackedModule):
             module.configure(settings)
 
@@ -114,6 +116,6 @@ def finish(model: PreTrainedModel) -> None:
             module.settle()
 
 
-def on_meta(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """Tensors without data from dtypes and shapes."""
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in parts.items()}
+def on_meta(stored: Mapping[str, StoredTensor | TensorInfo]) -> dict[str, Tensor]:
+    """Tensors without data, of the dtypes and shapes that these have in files."""
+    return {name: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="meta") for name, t in stored.items()}

@@ -9,7 +9,7 @@ from transformers import cache_utils as theirs
 
 from trilobite.runtime.attention import ATTENTION, BESIDE_OWN
 from trilobite.runtime.cache_name import CACHE
-from trilobite.runtime.modules.residence import AsStored, PackedModule
+from trilobite.runtime.modules.residence import AsStored, PackedModule, modules_that_run
 from trilobite.runtime.step.index import INDICES, index_of
 from trilobite.runtime.step.states import states_of
 from trilobite.runtime.step.unsuited import NotNow, Unsuited
@@ -219,7 +219,7 @@ def check_model(model: PreTrainedModel) -> None:
     implementation = model.config.get_text_config()._attn_implementation
     if implementation not in (ATTENTION, BESIDE_OWN):
         raise Unsuited(f"its attention is {implementation!r}, not the engine's")
-    residences = (m.residence for m in model.modules() if isinstance(m, PackedModule))
+    residences = (m.residence for m in modules_that_run(model) if isinstance(m, PackedModule))
     if not all(
         r is None or isinstance(r, AsStored) for r in residences
     ):  # a copy has none before its first call
@@ -228,9 +228,10 @@ def check_model(model: PreTrainedModel) -> None:
 
 def check_state(model: PreTrainedModel, cache: TextCache) -> None:
     """Raises NotNow for what a model is at this moment, and for caches that are not its own."""
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+    modules = list(modules_that_run(model))
+    if any(m._forward_hooks or m._forward_pre_hooks for m in modules):
         raise NotNow("there are hooks on its modules")
-    if any("forward" in m.__dict__ for m in model.modules() if m is not model):
+    if any("forward" in m.__dict__ for m in modules if m is not model):
         raise NotNow("modules of it got another forward")
     if model.training:
         raise NotNow("it is in training mode")

@@ -4,6 +4,7 @@ Neighbouring nodes that the engine knows become one call of it; the others stay 
 Views are places, and cost nothing; what depends on weights alone is what it was.
 """
 
+from collections import defaultdict
 from ctypes import c_int64
 from typing import Any
 
@@ -132,6 +133,9 @@ class Lowering:
                 elif key not in self.given:
                     self.fixed[id(t)] = t
         last[logits] = len(nodes)
+        ending = defaultdict(list)
+        for key, at in last.items():
+            ending[at].append(key)
         free: list[tuple[int, int]] = []
         places: dict[int, int] = {}
         end = 0
@@ -146,8 +150,9 @@ class Lowering:
                     places[key], end = end, end + size
                 else:
                     places[key] = free.pop(fit)[0]
-            for key in [k for k, used in last.items() if used == at and k in places]:
-                free.append((places[key], -(-max(sizes[key], 1) // ALIGNMENT) * ALIGNMENT))
+            for key in ending[at]:
+                if key in places:
+                    free.append((places[key], -(-max(sizes[key], 1) // ALIGNMENT) * ALIGNMENT))
         memory = torch.zeros(end + ALIGNMENT, dtype=torch.uint8)
         start = -memory.data_ptr() % ALIGNMENT
         self.memory = memory[start : start + end]

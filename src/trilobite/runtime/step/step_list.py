@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from trilobite.errors import one_line
 from trilobite.runtime.cache_name import CACHE
-from trilobite.runtime.modules.residence import PackedModule
+from trilobite.runtime.modules.residence import PackedModule, modules_that_run
 from trilobite.runtime.step.batch_pages import BatchPages
 from trilobite.runtime.step.conditions import (
     Kept,
@@ -122,7 +122,7 @@ class StepList:
         self.failures += 1
         self.why, self.wait = str(e), sum(waits)
         # Nobody expects it of an original, whose experts torch computes.
-        packed = any(isinstance(m, PackedModule) for m in self.model.modules())
+        packed = any(isinstance(m, PackedModule) for m in modules_that_run(self.model))
         quietly = waits or self.texts > 1 or not packed
         self._say(logging.INFO if quietly else logging.WARNING, str(e))
 

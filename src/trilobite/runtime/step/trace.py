@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from trilobite.runtime import attention as attention_of_models
 from trilobite.runtime.cache_name import CACHE
-from trilobite.runtime.modules.residence import PackedModule
+from trilobite.runtime.modules.residence import PackedModule, modules_that_run
 from trilobite.runtime.step.conditions import layers_of, padding, sources_of, token_name
 from trilobite.runtime.step.index import index_of
 from trilobite.runtime.step.states import plain_states, states_by_layer
@@ -353,11 +353,11 @@ def record(model: PreTrainedModel, forward: Callable[..., Any], arguments: dict[
     trace = Trace(inputs=(ids, positions, length), states=plain_states(layers_of(cache)))
     recorder = _Recorder(trace)
     recorder.chunks = _chunks(model.config.get_text_config())
-    packed = [m for m in model.modules() if isinstance(m, PackedModule)]
+    modules = list(modules_that_run(model))
     with ExitStack() as stack:
-        for module in packed:
-            stack.enter_context(_replaced(module, "forward", recorder.module(module, module.forward)))
-        for module in model.modules():
+        for module in modules:
+            if isinstance(module, PackedModule):
+                stack.enter_context(_replaced(module, "forward", recorder.module(module, module.forward)))
             if callable(made := getattr(module, "compute_bias", None)):
                 stack.enter_context(_replaced(module, "compute_bias", recorder.bias(module, made)))
         sources = sources_of(cache)
