@@ -75,8 +75,7 @@ def of_steps(found: Mapping[str, Any], _: str) -> Iterator[Aim]:
         outside = 1 - r["matrices"] / r["now"]
         yield Aim(what=f"{name}: share outside of packed matrices", wanted=most, found=outside, most=True)
         if r["mode"] == "exact":
-            share = r["bytes"] / r["probe"] / 1e9 / r["now"]
-            yield Aim(what=f"{name}: share of its bound", wanted=OF_THE_BOUND, found=share)
+            yield Aim(what=f"{name}: share of its bound", wanted=OF_THE_BOUND, found=r["bound"] / r["now"])
 
 
 def of_peers(found: Mapping[str, Any], _: str) -> Iterator[Aim]:

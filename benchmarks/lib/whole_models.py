@@ -6,6 +6,7 @@ writes FOLDER/Mixtral-8x7B and so on, INT3 of random weights, which other script
 """
 
 import argparse
+import math
 import os
 import tempfile
 import time
@@ -20,6 +21,7 @@ from trilobite.quantize.run.compress import compress
 from trilobite.recipe import load_recipe
 from trilobite.runtime.modules.experts import PackedExperts
 from trilobite.runtime.modules.linear import PackedLinear
+from trilobite.runtime.modules.residence import modules_that_run
 
 VOCABULARY = 32000
 DEEPSEEK: dict[str, Any] = {
@@ -187,6 +189,18 @@ def step_bytes(model: Any, batch: int) -> float:
             size = sum(t.nbytes for t in module.buffers())
             total -= size * (1 - active / module.num_experts) ** batch
     return float(total)
+
+
+def step_macs(model: Any, texts: int) -> float:
+    """Multiplications with packed matrices in one decoding step."""
+    total = 0
+    for module in modules_that_run(model):
+        if isinstance(module, PackedExperts):
+            expert = sum(math.prod(matrix.shape) for matrix in module.matrices()[0] if matrix is not None)
+            total += model.config.num_experts_per_tok * expert
+        elif isinstance(module, PackedLinear):
+            total += math.prod(module.shape)
+    return float(texts * total)
 
 
 def main() -> None:

@@ -4,7 +4,8 @@
 
 PACKED are folders that `trilobite compress` wrote. Every round runs a probe of the memory, some steps each way over the
 same cache, random tokens, and once more with a clock around the packed matrices: "outside" is what of a step's time is
-not theirs. All logits are compared bit by bit. The bound is the probe divided by the packed bytes that one step reads.
+not theirs. All logits are compared bit by bit. The bound is the longer of two times: that of the bytes that one step
+reads, by the probe, and that of its products with packed matrices, by the peak of the arithmetic, measured beside it.
 `--texts 8 32` has steps of as many texts, each of a length of its own, filled up in front. The last line is JSON.
 """
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from benchmarks.lib.loading import in_small_pages
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
-from benchmarks.lib.whole_models import step_bytes
+from benchmarks.lib.whole_models import step_bytes, step_macs
 from benchmarks.speed.peers import read_prompt
 from trilobite.huge_pages import ones
 from trilobite.kernels import ops
@@ -53,6 +54,7 @@ HEADER = (
     "now",
     "tokens/s",
     "probe GB/s",
+    "peak GMAC/s",
 )
 
 
@@ -112,7 +114,7 @@ def timed(model: Any, cache: Any, tokens: Tensor) -> tuple[list[float], list[Ten
 
 @torch.inference_mode()
 def measure(model: Any, mode: str, texts: int, options: argparse.Namespace) -> dict[str, float]:
-    """Medians over all steps, in seconds, and of the probe in GB/s."""
+    """Medians over all steps, in seconds, of the probe in GB/s and of the peak in GMAC/s."""
     configure(model, CpuSettings(mode))
     step, vocabulary = model.forward, model.config.vocab_size
     memory = ones(PROBED)
@@ -123,10 +125,11 @@ def measure(model: Any, mode: str, texts: int, options: argparse.Namespace) -> d
     if not several.right:
         raise SystemExit(f"error: {model.name_or_path}: steps are not replayed: {several.why}")
     whole, cut = several.ready.steps, Cut(several.ready)
-    found: dict[str, list[float]] = {"before": [], "now": [], "matrices": [], "probe": []}
+    found: dict[str, list[float]] = {"before": [], "now": [], "matrices": [], "probe": [], "peak": []}
     for _ in range(options.rounds):
         tokens = torch.randint(vocabulary, (options.tokens, texts))
         found["probe"].append(cpu.measure_read_bandwidth(memory, 1))
+        found["peak"].append(cpu.measure_peak(mode, repeats=1))
         seconds, ours = timed(model, copy.deepcopy(cache), tokens)
         found["now"] += seconds
         several.ready.steps, again = cut.steps, copy.deepcopy(cache)
@@ -144,14 +147,14 @@ def measure(model: Any, mode: str, texts: int, options: argparse.Namespace) -> d
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def row(title: str, mode: str, found: dict[str, float], size: float, texts: int) -> tuple[str, ...]:
-    """Of the table. size: bytes that a step reads"""
-    bound = size / found["probe"] / 1e9
+def row(title: str, mode: str, found: dict[str, float], bound: float, texts: int) -> tuple[str, ...]:
+    """Of the table. bound: seconds that a step takes at least"""
     ways = [found["before"], found["now"]]
     times = [cell for t in ways for cell in (f"{t * 1e3:.2f}", f"{1 - found['matrices'] / t:.0%}")]
     shares = [f"{bound / t:.0%}" for t in ways]
     rates = f"{texts / ways[0]:.1f} -> {texts / ways[1]:.1f}"
-    return (title, mode, f"{found['matrices'] * 1e3:.2f}", *times, *shares, rates, f"{found['probe']:.1f}")
+    limits = f"{found['probe']:.1f}", f"{found['peak']:.0f}"
+    return (title, mode, f"{found['matrices'] * 1e3:.2f}", *times, *shares, rates, *limits)
 
 
 def main() -> None:
@@ -180,10 +183,11 @@ def main() -> None:
             found = measure(model, mode, texts, args)
             beside = "" if texts == 1 else f", {texts} texts"
             title = f"{folder.name}, {layers} layers{beside}"
-            size = step_bytes(model, texts)
-            rows.append(row(title, mode, found, size, texts))
-            case = {"model": folder.name, "layers": layers, "mode": mode, "texts": texts, "bytes": size}
-            summary.append({**case, **found})
+            work = {"bytes": step_bytes(model, texts), "macs": step_macs(model, texts)}
+            bound = max(work["bytes"] / found["probe"], work["macs"] / found["peak"]) / 1e9
+            rows.append(row(title, mode, found, bound, texts))
+            case = {"model": folder.name, "layers": layers, "mode": mode, "texts": texts}
+            summary.append({**case, **work, **found, "bound": bound})
             print("  ".join(rows[-1]), flush=True)
     publish(
         table(HEADER, rows),

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     CompileConfig,
     GptOssConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
 )
 from transformers.activations import ACT2FN
