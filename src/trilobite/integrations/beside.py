@@ -3,9 +3,8 @@
 from transformers import PreTrainedModel
 
 from trilobite.formats.weight import PackedWeight
+from trilobite.runtime.mapped import EXPERT_PART
 from trilobite.runtime.modules.matrix import PackedMatrix
-
-_EXPERTS = r"\.experts\."
 
 
 class BesideLoader:
@@ -14,7 +13,7 @@ class BesideLoader:
     def __init__(self, model: PreTrainedModel) -> None:
         """Take them out. What files hold of experts is passed by, too, where transformers reads these itself."""
         self._ignored = model._keys_to_ignore_on_load_unexpected
-        model._keys_to_ignore_on_load_unexpected = {*(self._ignored or ()), _EXPERTS}
+        model._keys_to_ignore_on_load_unexpected = {*(self._ignored or ()), EXPERT_PART.pattern}
         self._weights: dict[PackedMatrix, PackedWeight] = {}
         for module in model.modules():
             if isinstance(module, PackedMatrix) and module.weight_packed.device.type != "meta":

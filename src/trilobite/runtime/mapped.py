@@ -1,4 +1,4 @@
-"""A checkpoint whose files are mapped: every tensor as a view, read when it is first used."""
+"""A checkpoint whose files are mapped: every tensor is a view of one."""
 
 import mmap
 import re
