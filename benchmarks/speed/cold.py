@@ -95,6 +95,8 @@ def main() -> None:
     add_page(options, MARKER)
     add_machine(options)
     args = options.parse_args()
+    if args.tokens <= WRITTEN:
+        options.error(f"--tokens {args.tokens}: at least {WRITTEN + 1}, for others than the first {WRITTEN}")
     if args.way:
         for change in WAYS[args.way]:
             change()
