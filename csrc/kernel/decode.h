@@ -8,22 +8,44 @@ template <int KIND> static inline int planes(const Matrix &m) {
   return KIND >= SUPER ? KIND - SUPER : KIND >= E8P ? m.bits : KIND;
 }
 
-// Step I of a block of 16 rows x 32 columns: 16 rows x 4 codes.
-template <int BITS, int I>
-static inline Isa::Bytes decode_step(const uint8_t *p) {
+// A block's planes of 64 bytes, read where they are wanted.
+struct Near {
+  const uint8_t *codes;
+  Isa::Bytes operator[](int i) const { return Isa::load(codes + 64 * i); }
+};
+
+// The same, of up to 4 bits: in registers where there are many, so that each is read once; or where they lie.
+template <int BITS> struct Planes {
+  static constexpr bool HELD = Isa::LANES == 16;
+  const uint8_t *codes;
+  Isa::Bytes held[BITS];
+
+  explicit Planes(const uint8_t *p) : codes(p) {
+    if constexpr (HELD) hold<0>();
+  }
+  template <int I> void hold() {
+    Isa::Bytes plane = Isa::load(codes + 64 * I);
+    __asm__("" : "+v"(plane));  // or it is read again by each instruction that has it as an operand
+    held[I] = plane;
+    if constexpr (I + 1 < BITS) hold<I + 1>();
+  }
+  Isa::Bytes operator[](int i) const { return HELD ? held[i] : Isa::load(codes + 64 * i); }
+};
+
+// Step I of a block of 16 rows x 32 columns: 16 rows x 4 codes, from bit UP of each byte on.
+template <int BITS, int I, int UP = 0, typename P> ALWAYS_INLINE Isa::Bytes decode_step(const P &p) {
   if constexpr (BITS == 8) {
-    return Isa::load(p + 64 * I);
+    return p[I];
   } else if constexpr (BITS == 4) {
-    return Isa::field<4 * (I % 2), 4>(Isa::load(p + 64 * (I / 2)));
+    return Isa::field<4 * (I % 2), 4, UP>(p[I / 2]);
   } else if constexpr (BITS == 2) {
-    return Isa::field<2 * (I % 4), 2>(Isa::load(p + 64 * (I / 4)));
+    return Isa::field<2 * (I % 4), 2, UP>(p[I / 4]);
   } else if constexpr (I < 6) {
-    return Isa::field<3 * (I % 2), 3>(Isa::load(p + 64 * (I / 2)));
+    return Isa::field<3 * (I % 2), 3, UP>(p[I / 2]);
   } else {
     // A byte has room for two codes of 3 bits; its last two bits, of three
     // planes, make up the codes of steps 6 and 7.
-    const Isa::Bytes low = Isa::load(p + 64 * (I - 6)), high = Isa::load(p + 128);
-    return Isa::either(Isa::field<6, 2>(low), Isa::field<I, 1, 2>(high));
+    return Isa::either(Isa::field<6, 2, UP>(p[I - 6]), Isa::field<I, 1, UP + 2>(p[2]));
   }
 }
 
@@ -40,7 +62,7 @@ static inline void decode_steps(const uint8_t *p, int planes, Isa::Bytes c[COUNT
       c[i + 1] = Isa::field<4, 4>(v[(FROM + i) / 2]);
     }
   } else {
-    c[0] = decode_step<BITS, FROM>(p);
+    c[0] = decode_step<BITS, FROM>(Near{p});
     if constexpr (COUNT > 1) decode_steps<BITS, FROM + 1, COUNT - 1>(p, planes, c + 1);
   }
 }

@@ -180,6 +180,7 @@ struct Isa {
     return _mm512_add_epi32(acc, pairs(_mm512_abs_epi8(v), turned));
   }
 #endif
+  template <int SHIFT> static Ints shr_ints(Ints v) { return _mm512_srai_epi32(v, SHIFT); }
   static Ints shl8_add(Ints h, Ints l) { return _mm512_add_epi32(_mm512_slli_epi32(h, 8), l); }
   static Floats to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
   static Floats load(const float *p) { return _mm512_loadu_ps(p); }

@@ -17,41 +17,77 @@ template <int KIND, int SUB> constexpr int run_steps() {
   return wide && Isa::SHORT_SUMS ? BLOCK / 4 : 0;
 }
 
-// Steps AT and on of a part of a block, digits FIRST and on: sums of a run in `run`, then added to `a`, times the scale of a
-// group if it has one.
-template <int KIND, int D, int FIRST, int NT, int SUB, int AT, typename V = Isa>
-ALWAYS_INLINE void short_part(Isa::Ints a[NT][D], typename V::Run run[NT][D], const uint8_t *codes, const int8_t *q,
-                              int seg, const Isa::Bytes &scale, int group) {
-  constexpr int RUN = run_steps<KIND, SUB>();
-  const Isa::Bytes c = decode_step<stored_bits<KIND>(), AT>(codes);
-  UNROLL for (int t = 0; t < NT; t++) {
-    if constexpr (FIRST != 0 && RUN > PART && AT == 0) run[t][0] = V::no_run();
-    UNROLL for (int d = FIRST; d < D; d++) {
-      const auto x = Isa::quad_once(q + (d * NT + t) * seg + 4 * AT);
-      if constexpr (RUN != 0 && AT % (RUN ? RUN : 1) == 0) run[t][d] = V::first_of_run(c, x);
-      else V::add_to_run(run[t][d], c, x);
+// Whether, where the run is that of a segment and of 32 bits, every other step goes to the sums themselves: twice as many that
+// do not wait for each other, and codes of odd steps may stay at the bit of their byte where they are.
+constexpr bool two_sums(int run) { return Isa::LANES == 16 && !Isa::SHORT_SUMS && run == 0; }
+
+// Sums of D digits of NT tokens in a segment.
+template <int D, int NT, typename V = Isa> struct Sums {
+  Isa::Ints a[NT][D];
+  typename V::Run run[NT][D];
+
+  void begin() {
+    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) {
+      a[t][d] = Isa::zero();
+      run[t][d] = V::no_run();
     }
   }
-  if constexpr (RUN != 0 && (AT + 1) % (RUN ? RUN : 1) == 0) {
-    UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = RUN > PART ? 0 : FIRST; d < D; d++) {
-      if constexpr (SUB != 0) a[t][d] = V::end_run(a[t][d], run[t][d], scale, group + 4 * AT / (SUB ? SUB : 1));
-      else a[t][d] = V::end_run(a[t][d], run[t][d]);
-    }
+  template <int KIND, int RUN> void end() {
+    if constexpr (RUN == 0) UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) {
+        if constexpr (two_sums(RUN)) a[t][d] = V::template shr_ints<stored_bits<KIND>()>(a[t][d]);
+        a[t][d] = V::end_run(a[t][d], run[t][d]);
+      }
   }
-  if constexpr ((AT + 1) % PART != 0) short_part<KIND, D, FIRST, NT, SUB, AT + 1>(a, run, codes, q, seg, scale, group);
+};
+
+// Steps AT and on of a part of a block: runs of RUN steps, or that of the segment, the former added to sums when they end,
+// times the scale of a group if it has one.
+template <int KIND, int D, int NT, int SUB, int RUN, int AT, typename V = Isa>
+ALWAYS_INLINE void short_part(Sums<D, NT> &sums, const Planes<stored_bits<KIND>()> &planes, const int8_t *q, int seg,
+                              const Isa::Bytes &scale, int group) {
+  constexpr bool OTHER = two_sums(RUN) && AT % 2;
+  constexpr bool BEGINS = RUN != 0 && AT % (RUN ? RUN : 1) == 0, ENDS = RUN != 0 && (AT + 1) % (RUN ? RUN : 1) == 0;
+  const Isa::Bytes c = decode_step<stored_bits<KIND>(), AT, OTHER ? stored_bits<KIND>() : 0>(planes);
+  UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) {
+    auto &a = sums.a[t][d];
+    auto &run = sums.run[t][d];
+    const auto x = Isa::quad_once(q + (d * NT + t) * seg + 4 * AT);
+    if constexpr (BEGINS) run = V::first_of_run(c, x);
+    else if constexpr (OTHER) V::add_to_run(a, c, x);
+    else V::add_to_run(run, c, x);
+    if constexpr (ENDS && SUB != 0) a = V::end_run(a, run, scale, group + 4 * AT / (SUB ? SUB : 1));
+    else if constexpr (ENDS) a = V::end_run(a, run);
+  }
+  if constexpr ((AT + 1) % PART != 0) short_part<KIND, D, NT, SUB, RUN, AT + 1>(sums, planes, q, seg, scale, group);
 }
 
-// Blocks, the first one from step AT on. low: a bit for each part, the lowest for the first, that has a lowest of three
-// digits.
-template <int KIND, int D, int NT, int SUB, int AT, int BLOCKS, typename V = Isa>
-ALWAYS_INLINE void short_blocks(Isa::Ints a[NT][D], typename V::Run run[NT][D], const uint8_t *codes, const int8_t *q,
-                                int seg, const Isa::Bytes &scale, int group, int low) {
-  if (D == 1 || low & 1) short_part<KIND, D, 0, NT, SUB, AT>(a, run, codes, q, seg, scale, group);
-  else short_part<KIND, D, D == 1 ? 0 : 1, NT, SUB, AT>(a, run, codes, q, seg, scale, group);
-  if constexpr (AT == 0) short_blocks<KIND, D, NT, SUB, PART, BLOCKS>(a, run, codes, q, seg, scale, group, low >> 1);
-  else if constexpr (BLOCKS > 1)
-    short_blocks<KIND, D, NT, SUB, 0, BLOCKS - 1>(a, run, codes + stored_bits<KIND>() * 64, q + BLOCK, seg, scale,
-                                                  group + BLOCK / (SUB ? SUB : 1), low >> 1);
+// Sums of D digits at q, in blocks; `ahead` is prefetched.
+template <int KIND, int D, int NT, int SUB, int BLOCKS>
+ALWAYS_INLINE void short_blocks(Sums<D, NT> &sums, const uint8_t *codes, int64_t ahead, const int8_t *q, int seg,
+                                const Isa::Bytes &scale, int group) {
+  constexpr int BITS = stored_bits<KIND>(), RUN = run_steps<KIND, SUB>();
+  UNROLL for (int i = 0; i < BITS; i++) __builtin_prefetch(codes + ahead + 64 * i, 0, Isa::LOCALITY);
+  const Planes<BITS> planes(codes);
+  short_part<KIND, D, NT, SUB, RUN, 0>(sums, planes, q, seg, scale, group);
+  short_part<KIND, D, NT, SUB, RUN, PART>(sums, planes, q, seg, scale, group);
+  if constexpr (BLOCKS > 1)
+    short_blocks<KIND, D, NT, SUB, BLOCKS - 1>(sums, codes + BITS * 64, ahead, q + BLOCK, seg, scale,
+                                               group + BLOCK / (SUB ? SUB : 1));
+}
+
+// Sums of the lowest of three digits, whose parts are decoded once more, as few have any. low: a bit for each part, the
+// lowest for the first, that has one.
+template <int KIND, int NT, int SUB>
+ALWAYS_INLINE void sum_lowest(Sums<1, NT> &sums, const uint8_t *codes, const int8_t *q, int seg, const Isa::Bytes &scale,
+                              int group, int low) {
+  constexpr int BITS = stored_bits<KIND>(), ALL = run_steps<KIND, SUB>(), RUN = ALL > PART ? PART : ALL;
+  sums.begin();
+  for (; low; low >>= 2, codes += BITS * 64, q += BLOCK, group += BLOCK / (SUB ? SUB : 1)) {
+    const Planes<BITS> planes(codes);
+    if (low & 1) short_part<KIND, 1, NT, SUB, RUN, 0>(sums, planes, q, seg, scale, group);
+    if (low & 2) short_part<KIND, 1, NT, SUB, RUN, PART>(sums, planes, q, seg, scale, group);
+  }
+  sums.template end<KIND, RUN>();
 }
 
 // Up to UNIT_BANDS bands, each a stream of its own, a segment of each in turn: what is loaded of the activations is in the
@@ -59,7 +95,9 @@ ALWAYS_INLINE void short_blocks(Isa::Ints a[NT][D], typename V::Run run[NT][D], 
 // SEG: columns of a segment, or 0: any number.
 template <int KIND, int D, int NT, int SEG, int SUB, typename V = Isa>
 static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &x, float *out, int64_t ld) {
+  constexpr int UPPER = D > 1 ? 2 : 1;             // digits but the lowest of three
   constexpr int BYTES = stored_bits<KIND>() * 64;  // of a block
+  constexpr int SOME = SEG ? SEG / BLOCK : 1;      // blocks
   const int64_t far = PREFETCH / bands;
   const int seg = SEG ? SEG : x.seg, per_group = m.group / seg, blocks = seg / BLOCK,
             lines = (SEG == 64 ? 64 : m.group) / (SUB ? SUB : 1);
@@ -87,36 +125,37 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
         // Or GCC 12 copies what is loaded from there to the stack, for all bands.
         __asm__("" : "+r"(near), "+r"(near_sums));
         const uint8_t *at = tile + n * hop, *codes = at + s * blocks * BYTES, *meta = at + m.code_bytes;
-        for (int i = 0; i < blocks * BYTES; i += 64) __builtin_prefetch(codes + ahead + i, 0, Isa::LOCALITY);
-        Isa::Ints a[NT][D];
-        Isa::Bytes scales{};
-        typename V::Run run[NT][D];
-        UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) {
-          a[t][d] = Isa::zero();
-          run[t][d] = V::no_run();
-        }
+        Sums<UPPER, NT> upper;
+        Sums<1, NT> lowest;
+        Isa::Bytes scales{}, offsets{};
+        upper.begin();
         if constexpr (SUB != 0) scales = Isa::plus(Isa::mask(Isa::load_lanes(meta, lines), 15), Isa::bytes(1));
-        constexpr int SOME = SEG ? SEG / BLOCK : 1;
         for (int b = 0; b < blocks; b += SOME)
-          short_blocks<KIND, D, NT, SUB, 0, SOME>(a, run, codes + b * BYTES, near + b * BLOCK, seg, scales,
-                                                  group + b * BLOCK / (SUB ? SUB : 1), low >> 2 * b);
-        if constexpr (run_steps<KIND, SUB>() == 0)
-          UNROLL for (int t = 0; t < NT; t++) UNROLL for (int d = 0; d < D; d++) a[t][d] =
-              V::end_run(a[t][d], run[t][d]);
+          short_blocks<KIND, UPPER, NT, SUB, SOME>(upper, codes + b * BYTES, ahead,
+                                                   near + (D - UPPER) * NT * seg + b * BLOCK, seg, scales,
+                                                   group + b * BLOCK / (SUB ? SUB : 1));
+        upper.template end<KIND, run_steps<KIND, SUB>()>();
         if constexpr (SUB != 0) {
           __asm__("" : "+r"(meta));  // or offsets are held, on the stack, while codes are multiplied
-          const Isa::Bytes offsets = unit_offsets<KIND>(Isa::load_lanes(meta, lines));
-          UNROLL for (int t = 0; t < NT; t++) {
-            const int16_t *of = near_sums + t * D * SUMS;
-            if (D > 1 && low == 0) add_offsets<D, V, D == 1 ? 0 : 1>(a[t], offsets, of, seg, SUB, s * seg);
-            else add_offsets<D>(a[t], offsets, of, seg, SUB, s * seg);
-          }
+          offsets = unit_offsets<KIND>(Isa::load_lanes(meta, lines));
+          UNROLL for (int t = 0; t < NT; t++)
+              add_offsets<UPPER, V>(upper.a[t], offsets, near_sums + (t * D + D - UPPER) * SUMS, seg, SUB, s * seg);
+        }
+        if (D > 1 && low) {
+          sum_lowest<KIND, NT, SUB>(lowest, codes, near, seg, scales, group, low);
+          if constexpr (SUB != 0)
+            UNROLL for (int t = 0; t < NT; t++)
+                add_offsets<1, V>(lowest.a[t], offsets, near_sums + t * D * SUMS, seg, SUB, s * seg);
         }
         const Affine w = SUB     ? read_super(m, offset_unit(KIND), band + n * m.apart, g)
                          : plain ? read_plain(meta)
                                  : read_affine(m, meta, band + n * m.apart, g);
         UNROLL for (int t = 0; t < NT; t++) {
-          const Isa::Floats dot = Isa::mul(combine<D>(a[t]), Isa::set1(scale[t]));
+          // A scale of three digits is a power of two: these are the bits of `combine`, times it.
+          const float unit = D == 1 ? scale[t] : 256 * scale[t];
+          Isa::Floats dot =
+              Isa::mul(UPPER == 1 ? Isa::to_float(upper.a[t][0]) : combine_high(upper.a[t]), Isa::set1(unit));
+          if (D > 1 && low) dot = Isa::fma(Isa::to_float(lowest.a[t][0]), Isa::set1(scale[t]), dot);
           acc[n][t] = Isa::fma(w.offset, Isa::set1(sum[t]), Isa::fma(w.scale, dot, acc[n][t]));
         }
       }
