@@ -31,6 +31,7 @@ from trilobite.models.auto import read_config, read_tokenizer
 from trilobite.models.quiet import quiet
 from trilobite.models.skeleton import model_class, skeleton
 from trilobite.runtime.attention import attend_natively
+from trilobite.runtime.collector import without_collecting
 from trilobite.runtime.heap import keep_freed_memory
 from trilobite.runtime.mapped import EXPERT_PART, map_files
 from trilobite.runtime.modules.router import route_natively
@@ -43,6 +44,7 @@ from trilobite.runtime.recurrent import keep_states_natively
 from trilobite.runtime.step.replay import replay_steps
 
 
+@without_collecting()
 def load(
     path_or_id: str | Path,
     *,
