@@ -127,7 +127,9 @@ struct Isa {
   static Run first_of_run(Bytes c, Bytes v) { return _mm512_maddubs_epi16(c, v); }
   static void add_to_run(Run &run, Bytes c, Bytes v) {
     // GCC 12 would make the products of many steps first and add them up from the stack.
-    __asm__("vpaddw %1, %0, %0" : "+v"(run) : "v"(first_of_run(c, v)));
+    Run sum = run;  // or the sums of all lie there
+    __asm__("vpaddw %1, %0, %0" : "+v"(sum) : "v"(first_of_run(c, v)));
+    run = sum;
   }
   static Ints end_run(Ints acc, Run run) { return dot_shorts(acc, run, factor(1)); }
   static Ints end_run(Ints acc, Run run, Bytes scale, int j) { return dot_shorts(acc, run, factor(scale, j)); }

@@ -43,7 +43,7 @@ from benchmarks.quality import (
     tasks,
 )
 from benchmarks.speed import attention as speed_of_attention
-from benchmarks.speed import calibrated_cost, cold, latents, offload_gpu, planned_token, prompts
+from benchmarks.speed import cached, calibrated_cost, cold, latents, offload_gpu, planned_token, prompts
 from benchmarks.speed import compress as speed_of_compress
 from benchmarks.speed import peers as speed_of_peers
 from benchmarks.speed import planned as speed_of_planned
@@ -404,6 +404,15 @@ def test_steps_over_latents(run: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     rows = run(latents, "--tokens", 20, 40, "--rounds", 1, "--steps", 2)["latents"]
     assert [row["tokens"] for row in rows] == [20, 40]
     assert min(row[way] for row in rows for way in latents.WAYS) > 0
+
+
+@pytest.mark.skipif(not engine.available(), reason="no native CPU engine")
+def test_one_core_out_of_a_cache(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "SHAPE", (64, 128))
+    found = run(cached, "--repeats", 2, "--tokens", 2)
+    assert {row["format"] for row in found["rows"]} == {"int2-g64", "int3-g64", "int4-g64"}
+    assert {row["mode"] for row in found["rows"]} == {"exact", "int8"}
+    assert min(row["rate"] for row in found["rows"]) > 0 < found["probe"]
 
 
 @pytest.mark.long

@@ -24,8 +24,16 @@ def _as_before() -> Iterator[None]:
 @pytest.mark.parametrize("collects", [True, False])
 def test_as_before(collects: bool) -> None:
     (gc.enable if collects else gc.disable)()
-    with without_collecting():
-        assert not gc.isenabled()
+    begun: list[str] = []
+    watch = lambda phase, _: begun.append(phase)  # noqa: E731
+    gc.callbacks.append(watch)
+    try:
+        with without_collecting():
+            assert not gc.isenabled()
+            assert not begun
+        assert begun == (["start", "stop"] if collects else [])
+    finally:
+        gc.callbacks.remove(watch)
     assert gc.isenabled() == collects
 
 
