@@ -25,7 +25,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
 .PHONY: demo test test-long test-gpu lint format install clean sanitize old-triton old-transformers emulate load ray fuzz kills starve architectures vllm vllm-all
 
-$(VENV)/.installed: pyproject.toml $(wildcard csrc/*)
+$(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/kernel/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"

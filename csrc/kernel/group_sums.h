@@ -11,11 +11,11 @@ ALWAYS_INLINE Isa::Bytes offset_pair(const Isa::Bytes &offsets, int group, int a
   return pair;
 }
 
-// Sums of the segment += the offsets of pair j times the sums of their digits (`Digits::sums`), those from FIRST on.
-template <int D, typename V = Isa, int FIRST = 0>
+// Sums of the segment += the offsets of pair j times the sums of their digits (`Digits::sums`).
+template <int D, typename V = Isa>
 ALWAYS_INLINE void add_pair(Isa::Ints a[D], const Isa::Bytes &pair, const int16_t *sums, int seg, int group, int at,
                             int j) {
-  UNROLL for (int d = FIRST; d < D; d++) {
+  UNROLL for (int d = 0; d < D; d++) {
     const int16_t *of = sums + d * SUMS + (group == HALF ? 2 * j : 4);
     int32_t both;
     memcpy(&both, of, 4);
@@ -28,9 +28,9 @@ ALWAYS_INLINE void add_pair(Isa::Ints a[D], const Isa::Bytes &pair, const int16_
 static inline int pairs(int seg, int group) { return seg / group > 2 ? 2 : 1; }
 
 // All pairs of a segment. V: not every Isa has them.
-template <int D, typename V = Isa, int FIRST = 0>
+template <int D, typename V = Isa>
 ALWAYS_INLINE void add_offsets(Isa::Ints a[D], const Isa::Bytes &offsets, const int16_t *sums, int seg, int group,
                                int at) {
   for (int j = 0; j < pairs(seg, group); j++)
-    add_pair<D, V, FIRST>(a, offset_pair<V>(offsets, group, at, j), sums, seg, group, at, j);
+    add_pair<D, V>(a, offset_pair<V>(offsets, group, at, j), sums, seg, group, at, j);
 }
