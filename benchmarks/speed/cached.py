@@ -15,6 +15,7 @@ import torch
 from benchmarks.lib.layers import fill
 from benchmarks.lib.markdown import table
 from benchmarks.lib.script import add_machine, add_output, add_page, of_machine, parser, publish
+from benchmarks.lib.tiers import in_turn
 from trilobite.formats.affine import packed_shape
 from trilobite.formats.weight import PackedWeight
 from trilobite.huge_pages import ones
@@ -62,10 +63,7 @@ def main() -> None:
     probe = statistics.median(cpu.measure_read_bandwidth(w.packed, args.repeats, 1) for w in weights)
     print(f"one core reads {probe:.1f} GB/s of them", flush=True)
     rows, found = [], []
-    best = cpu.set_tier(None)
-    for tier in reversed(cpu.TIERS[: cpu.TIERS.index(best) + 1]):
-        if tier == "scalar" or cpu.set_tier(tier) != tier:
-            continue
+    for tier in in_turn():
         for mode in ("exact", "int8"):
             rates = [measure(w, mode, args.tokens, args.repeats) for w in weights]
             rows.append((tier, mode, *(f"{rate:.1f}" for rate in rates)))
@@ -74,7 +72,6 @@ def main() -> None:
                 for fmt, rate in zip(FORMATS, rates, strict=True)
             ]
             print("  ".join(rows[-1]), flush=True)
-    cpu.set_tier(best)
     header = ("GB/s of a core", "activations", *map(str, FORMATS))
     publish(
         table(header, rows),

@@ -29,6 +29,7 @@ import torch
 from benchmarks.lib.layers import DEEPSEEK, MIXTRAL, make_lattice_layer, make_layer, routing
 from benchmarks.lib.markdown import insert, table
 from benchmarks.lib.script import SHARED, TEXT, add_machine, of_machine
+from benchmarks.lib.tiers import in_turn
 from benchmarks.lib.whole_models import clock_modules, packed_models, step_bytes
 from trilobite.evaluate.perplexity import score, tokenize_file
 from trilobite.formats.incoherence import draw_signs
@@ -155,10 +156,7 @@ def tiers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
     cases = [(MIXTRAL, Format(bits=b, group=64)) for b in (2, 3, 4)] + [(DEEPSEEK, Format(bits=3, group=64))]
     layers = [(layer, fmt, *make_layer(layer, fmt)) for layer, fmt in cases]
     rows, data = [], []
-    best = cpu.set_tier(None)
-    for tier in reversed(cpu.TIERS[: cpu.TIERS.index(best) + 1]):
-        if tier == "scalar" or cpu.set_tier(tier) != tier:
-            continue
+    for tier in in_turn():
         for mode in ("exact", "int8"):
             found = [measure(layer, e, size, 1, 9 if quick else 25, mode) for layer, _, e, size in layers]
             cells = (f"{r.gigabytes:.1f} ({r.share:.0%})" for r in found)
@@ -169,7 +167,6 @@ def tiers(quick: bool) -> tuple[str, list[dict[str, Any]]]:
                 for (layer, fmt), r in zip(cases, found, strict=True)
             ]
             print("  ".join(rows[-1]), flush=True)
-    cpu.set_tier(best)
     names = [f"{layer.name} {fmt}" for layer, fmt in cases]
     return table(("tier", "activations", *names, "probe GB/s"), rows), data
 

@@ -25,7 +25,10 @@ def _as_before() -> Iterator[None]:
 def test_as_before(collects: bool) -> None:
     (gc.enable if collects else gc.disable)()
     begun: list[str] = []
-    watch = lambda phase, _: begun.append(phase)  # noqa: E731
+
+    def watch(phase: str, _: object) -> None:
+        begun.append(phase)
+
     gc.callbacks.append(watch)
     try:
         with without_collecting():
