@@ -79,7 +79,8 @@ def sources(name: str, folder: Path) -> Path:
     project, kept = PROJECTS[name], folder / name / "source"
     if not kept.exists():
         download = folder / name / "download"
-        command = ["download", "--no-deps", "--no-binary", ":all:", project.package, "-d", str(download)]
+        alone = project.package.partition("==")[0]  # what its own build takes may come built
+        command = ["download", "--no-deps", "--no-binary", alone, project.package, "-d", str(download)]
         subprocess.run([sys.executable, "-m", "pip", "-q", *command], check=True)
         (archive,) = download.glob("*.tar.gz")
         shutil.unpack_archive(archive, download, filter="data")

@@ -8,17 +8,11 @@ template <int KIND> static inline int planes(const Matrix &m) {
   return KIND >= SUPER ? KIND - SUPER : KIND >= E8P ? m.bits : KIND;
 }
 
-// A block's planes of 64 bytes, read where they are wanted.
-struct Near {
+// A block's planes of 64 bytes. HELD: in registers, of which there have to be enough, so that each is read once; or read
+// where they are wanted.
+template <int BITS, bool HELD> struct Planes {
   const uint8_t *codes;
-  Isa::Bytes operator[](int i) const { return Isa::load(codes + 64 * i); }
-};
-
-// The same, of up to 4 bits: in registers where there are many, so that each is read once; or where they lie.
-template <int BITS> struct Planes {
-  static constexpr bool HELD = Isa::LANES == 16;
-  const uint8_t *codes;
-  Isa::Bytes held[BITS];
+  Isa::Bytes held[HELD ? BITS : 1];
 
   explicit Planes(const uint8_t *p) : codes(p) {
     if constexpr (HELD) hold<0>();
@@ -33,7 +27,7 @@ template <int BITS> struct Planes {
 };
 
 // Step I of a block of 16 rows x 32 columns: 16 rows x 4 codes, from bit UP of each byte on.
-template <int BITS, int I, int UP = 0, typename P> ALWAYS_INLINE Isa::Bytes decode_step(const P &p) {
+template <int BITS, int I, int UP = 0, bool HELD> ALWAYS_INLINE Isa::Bytes decode_step(const Planes<BITS, HELD> &p) {
   if constexpr (BITS == 8) {
     return p[I];
   } else if constexpr (BITS == 4) {
@@ -62,7 +56,7 @@ static inline void decode_steps(const uint8_t *p, int planes, Isa::Bytes c[COUNT
       c[i + 1] = Isa::field<4, 4>(v[(FROM + i) / 2]);
     }
   } else {
-    c[0] = decode_step<BITS, FROM>(Near{p});
+    c[0] = decode_step<BITS, FROM>(Planes<BITS, false>(p));
     if constexpr (COUNT > 1) decode_steps<BITS, FROM + 1, COUNT - 1>(p, planes, c + 1);
   }
 }

@@ -9,6 +9,8 @@ constexpr int PART = HALF / 4;  // steps that have a lowest of three digits toge
 
 template <int KIND> constexpr int stored_bits() { return KIND >= SUPER ? KIND - SUPER : KIND; }
 
+template <int KIND> using ShortPlanes = Planes<stored_bits<KIND>(), Isa::LANES == 16>;
+
 // Steps of a run, where it ends in a block of 32 columns; or 0: it is that of a segment. In 16 bits at most 2 * 7 * 128 or
 // 2 * 15 * 128 of each fit; a group's sum has to, with VNNI 4 * 15 * 128.
 template <int KIND, int SUB> constexpr int run_steps() {
@@ -43,7 +45,7 @@ template <int D, int NT, typename V = Isa> struct Sums {
 // Steps AT and on of a part of a block: runs of RUN steps, or that of the segment, the former added to sums when they end,
 // times the scale of a group if it has one.
 template <int KIND, int D, int NT, int SUB, int RUN, int AT, typename V = Isa>
-ALWAYS_INLINE void short_part(Sums<D, NT> &sums, const Planes<stored_bits<KIND>()> &planes, const int8_t *q, int seg,
+ALWAYS_INLINE void short_part(Sums<D, NT> &sums, const ShortPlanes<KIND> &planes, const int8_t *q, int seg,
                               const Isa::Bytes &scale, int group) {
   constexpr bool OTHER = two_sums(RUN) && AT % 2;
   constexpr bool BEGINS = RUN != 0 && AT % (RUN ? RUN : 1) == 0, ENDS = RUN != 0 && (AT + 1) % (RUN ? RUN : 1) == 0;
@@ -67,7 +69,7 @@ ALWAYS_INLINE void short_blocks(Sums<D, NT> &sums, const uint8_t *codes, int64_t
                                 const Isa::Bytes &scale, int group) {
   constexpr int BITS = stored_bits<KIND>(), RUN = run_steps<KIND, SUB>();
   UNROLL for (int i = 0; i < BITS; i++) __builtin_prefetch(codes + ahead + 64 * i, 0, Isa::LOCALITY);
-  const Planes<BITS> planes(codes);
+  const ShortPlanes<KIND> planes(codes);
   short_part<KIND, D, NT, SUB, RUN, 0>(sums, planes, q, seg, scale, group);
   short_part<KIND, D, NT, SUB, RUN, PART>(sums, planes, q, seg, scale, group);
   if constexpr (BLOCKS > 1)
@@ -83,7 +85,7 @@ ALWAYS_INLINE void sum_lowest(Sums<1, NT> &sums, const uint8_t *codes, const int
   constexpr int BITS = stored_bits<KIND>(), ALL = run_steps<KIND, SUB>(), RUN = ALL > PART ? PART : ALL;
   sums.begin();
   for (; low; low >>= 2, codes += BITS * 64, q += BLOCK, group += BLOCK / (SUB ? SUB : 1)) {
-    const Planes<BITS> planes(codes);
+    const ShortPlanes<KIND> planes(codes);
     if (low & 1) short_part<KIND, 1, NT, SUB, RUN, 0>(sums, planes, q, seg, scale, group);
     if (low & 2) short_part<KIND, 1, NT, SUB, RUN, PART>(sums, planes, q, seg, scale, group);
   }
