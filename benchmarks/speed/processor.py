@@ -65,7 +65,7 @@ def parts(folder: Path, others: Sequence[str]) -> dict[str, Part]:
     models = [folder / whole_models.SHAPES[name][1] for name in SHAPES]
     files = [folder / f"{name}.gguf" for name in SHAPES]
     beside = [*models[:BESIDE], "--gguf", *files[:BESIDE], "--builds", folder / "builds", "--tokens", 16]
-    reading = ["--builds", folder / "builds", "--python", python(folder), "--rounds", 2]
+    reading = ["--builds", folder / "builds", "--python", python(folder), "--rounds", 5]
     found = {
         "layers": Part(
             title="One layer, one token",
