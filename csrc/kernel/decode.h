@@ -17,10 +17,10 @@ template <int BITS, bool HELD> struct Planes {
   explicit Planes(const uint8_t *p) : codes(p) {
     if constexpr (HELD) hold<0>();
   }
-  template <int I> void hold() {
-    Isa::Bytes plane = Isa::load(codes + 64 * I);
-    __asm__("" : "+v"(plane));  // or it is read again by each instruction that has it as an operand
-    held[I] = plane;
+  // V: not every Isa has registers enough.
+  template <int I, typename V = Isa> void hold() {
+    held[I] = Isa::load(codes + 64 * I);
+    V::hide(held[I]);  // or it is read again by each instruction that has it as an operand
     if constexpr (I + 1 < BITS) hold<I + 1>();
   }
   Isa::Bytes operator[](int i) const { return HELD ? held[i] : Isa::load(codes + 64 * i); }

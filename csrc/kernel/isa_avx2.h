@@ -36,6 +36,12 @@ struct Isa {
   static Bytes load(const uint8_t *p) {
     return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
   }
+  // As if v were made here: what is computed of it is computed anew.
+  static void hide(Bytes &v) {
+    __m256i a = v.a, b = v.b;
+    __asm__("" : "+x"(a), "+x"(b));
+    v = {a, b};
+  }
   static void store(uint8_t *p, Bytes v) {
     _mm256_storeu_si256((__m256i *)p, v.a);
     _mm256_storeu_si256((__m256i *)(p + 32), v.b);

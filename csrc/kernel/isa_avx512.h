@@ -44,6 +44,12 @@ struct Isa {
   using Floats = __m512;
 
   static Bytes load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+  // As if v were made here: it is in a register, and what is computed of it is computed anew.
+  static void hide(Bytes &v) {
+    Bytes made = v;
+    __asm__("" : "+v"(made));
+    v = made;
+  }
   static void store(uint8_t *p, Bytes v) { _mm512_storeu_si512(p, v); }
   static Bytes mask(Bytes v, uint8_t m) { return _mm512_and_si512(v, _mm512_set1_epi8((char)m)); }
   // Shifts 16-bit lanes: bits of the neighbour come in, a mask always follows.

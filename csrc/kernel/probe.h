@@ -67,7 +67,7 @@ template <typename V = Isa> static int64_t spin_words(int64_t rounds) {
 // The short sums of `multiply_short`, of a segment of 64 columns. Of three digits the lowest is mostly left out. V: not every Isa has them.
 template <typename V = Isa> static int64_t spin_shorts(int64_t rounds, int digits) {
   constexpr int STEPS = 64 / 4;
-  const Isa::Bytes codes = some_codes();
+  Isa::Bytes codes = some_codes();
   int8_t x[4 * CHAINS];
   memset(x, 3, sizeof x);
   Isa::Ints a[CHAINS];
@@ -75,8 +75,10 @@ template <typename V = Isa> static int64_t spin_shorts(int64_t rounds, int digit
   for (int64_t r = 0; r < rounds; r += CHAINS * STEPS) {
     Isa::Bytes run[CHAINS];
     UNROLL16 for (int i = 0; i < CHAINS; i++) run[i] = Isa::bytes(0);
-    for (int step = 0; step < STEPS; step++)
+    for (int step = 0; step < STEPS; step++) {
+      V::hide(codes);  // or its products are made once for all steps
       UNROLL16 for (int i = 0; i < CHAINS; i++) V::add_to_run(run[i], codes, Isa::quad(x + 4 * i));
+    }
     UNROLL16 for (int i = 0; i < CHAINS; i++) a[i] = V::dot_shorts(a[i], run[i], Isa::factor(1));
     hide(x);
   }

@@ -101,8 +101,8 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
   constexpr int BYTES = stored_bits<KIND>() * 64;  // of a block
   constexpr int SOME = SEG ? SEG / BLOCK : 1;      // blocks
   const int64_t far = PREFETCH / bands;
-  const int seg = SEG ? SEG : x.seg, per_group = m.group / seg, blocks = seg / BLOCK,
-            lines = (SEG == 64 ? 64 : m.group) / (SUB ? SUB : 1);
+  const int seg = SEG ? SEG : x.seg, per_group = m.group / seg, blocks = seg / BLOCK;
+  [[maybe_unused]] const int lines = (SEG == 64 ? 64 : m.group) / (SUB ? SUB : 1);
   const int64_t stride = m.groups * m.tile_bytes, hop = m.apart * stride;
   const int8_t *q = x.q;
   const float *scale = x.scale, *sum = x.sum;
@@ -121,7 +121,7 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
       int low = 0;
       for (int t = 0; D > 1 && t < NT; t++) low |= lows++->parts;
       [[maybe_unused]] const int group = s * seg / (SUB ? SUB : 1);
-      for (int n = 0; n < bands; n++) {
+      const auto multiply = [&](int n) __attribute__((always_inline)) {
         const int8_t *near = q;
         const int16_t *near_sums = sums;
         // Or GCC 12 copies what is loaded from there to the stack, for all bands.
@@ -160,7 +160,12 @@ static void short_bands(const Matrix &m, int64_t band, int bands, const Digits &
           if (D > 1 && low) dot = Isa::fma(Isa::to_float(lowest.a[t][0]), Isa::set1(scale[t]), dot);
           acc[n][t] = Isa::fma(w.offset, Isa::set1(sum[t]), Isa::fma(w.scale, dot, acc[n][t]));
         }
-      }
+      };
+      // Loads of its own for each stream of one token: processors foresee what a load reads by the address of its instruction,
+      // and one that reads four streams in turn has half of what the memory gives (Zen 5).
+      if (NT == 1 && bands == UNIT_BANDS) UNROLL for (int n = 0; n < UNIT_BANDS; n++) multiply(n);
+      else
+        for (int n = 0; n < bands; n++) multiply(n);
     }
   }
   for (int n = 0; n < bands; n++)
