@@ -13,6 +13,7 @@
 # make kills  kills compress, stats, trace and eval at 1,000 random moments, and compares how they end
 # make starve lets compress, stats, trace and eval lack room, a disk that works, memory and threads, call by call
 # make emulate    builds it for ARM and fuzzes it under QEMU (g++-aarch64-linux-gnu, qemu-user)
+# make clang    builds it with Clang, as Macs do, and fuzzes it; for ARM, too, where `make emulate` has what it needs
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -23,7 +24,7 @@ PROCESSES ?= 3
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/kernel/*.h)
 
-.PHONY: demo test test-long test-gpu lint format install clean sanitize old-triton old-transformers emulate load ray fuzz kills starve architectures vllm vllm-all
+.PHONY: demo test test-long test-gpu lint format install clean sanitize old-triton old-transformers emulate clang load ray fuzz kills starve architectures vllm vllm-all
 
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/kernel/*)
 	$(PYTHON) -m venv $(VENV)
@@ -103,6 +104,9 @@ vllm-all: $(VLLM)/.installed
 
 emulate: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100
+
+clang: install
+	PATH="$(abspath $(BIN)):$$PATH" csrc/clang.sh 30
 
 format: install
 	$(BIN)/ruff check --fix .
