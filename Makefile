@@ -106,7 +106,7 @@ emulate: install
 	PATH="$(abspath $(BIN)):$$PATH" csrc/emulate.sh 100
 
 clang: install
-	PATH="$(abspath $(BIN)):$$PATH" csrc/clang.sh 30
+	PATH="$(abspath $(BIN)):$$PATH" csrc/clang.sh 10
 
 format: install
 	$(BIN)/ruff check --fix .
