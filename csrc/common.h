@@ -79,14 +79,14 @@ struct LowSteps {
 };
 
 // The same beside words, of a block's tokens: the pairs of columns, token by token; count: of all pairs, also those that have
-// no room.
-struct LowPairs {
-  static constexpr int MOST = 8 * TOKENS;
+// no room. The first fifteen, often all, lie in the line that is fetched ahead.
+struct alignas(64) LowPairs {
+  static constexpr int MOST = 8 * TOKENS - 1;
   struct Pair {
-    int16_t two[2];
+    int8_t two[2];
     uint8_t line, token;
   };
-  int16_t count;
+  int32_t count;
   Pair pairs[MOST];
 };
 

@@ -114,34 +114,40 @@ template <int N> static inline void find_low_steps(const int8_t *q, LowSteps &lo
 
 // Pairs of columns of a token whose lowest digits [n] are not zero join those of tokens before.
 static inline void add_low_pairs(const int8_t *q, int n, int token, LowPairs &low) {
-  int count = token == 0 ? 0 : low.count, any = 0;
-  for (int i = 0; i < n; i++) any |= q[i];
-  for (int i = 0; any != 0 && i < n / 2; i++) {
-    if (count < LowPairs::MOST) low.pairs[count] = {{q[2 * i], q[2 * i + 1]}, (uint8_t)i, (uint8_t)token};
-    count += (q[2 * i] | q[2 * i + 1]) != 0;
+  int count = token == 0 ? 0 : low.count;
+  for (int at = 0; at < n; at += 8) {
+    uint64_t rest;
+    memcpy(&rest, q + at, 8);
+    for (; rest != 0; count++) {
+      const int pair = __builtin_ctzll(rest) / 16, i = at + 2 * pair;
+      if (count < LowPairs::MOST) low.pairs[count] = {{q[i], q[i + 1]}, (uint8_t)(i / 2), (uint8_t)token};
+      rest &= ~((uint64_t)0xffff << 16 * pair);
+    }
   }
-  low.count = (int16_t)count;
+  low.count = count;
 }
 
 constexpr float LOWEST = 1 / 256.0f;  // the scale of lowest digits, in that of words
 
 // One segment of one token as words, -> the scale of these. A largest value that is not finite leaves zeros.
+template <int N>
 static inline float split_words(const float *x, const Digits &d, int block, int64_t s, int row, uint32_t top,
                                 int32_t *total) {
-  int16_t words[64] = {};
-  int8_t lowest[64] = {};
-  const ExactUnit unit(top, d.two);
+  int16_t words[N];
+  int8_t lowest[N];
+  const bool finite = top < 0x7f800000;
+  const ExactUnit unit(finite ? top : 0, d.two);
   int32_t sum = 0;
-  for (int i = 0; top < 0x7f800000 && i < d.seg; i++) {
-    const int32_t v = unit.of(x[i]);
+  for (int i = 0; i < N; i++) {
+    const int32_t v = unit.of(finite ? x[i] : 0);
     words[i] = (int16_t)above_lowest(v);
     lowest[i] = (int8_t)v;
     sum += v;
   }
   *total = sum;
-  swap_columns(words, d.seg, d.word(block, s, row));
-  swap_columns(lowest, d.seg, d.lowest(block, s, row));
-  add_low_pairs(d.lowest(block, s, row), d.seg, row, d.pairs_block(block)[s]);
+  swap_columns(words, N, d.word(block, s, row));
+  swap_columns(lowest, N, d.lowest(block, s, row));
+  add_low_pairs(d.lowest(block, s, row), N, row, d.pairs_block(block)[s]);
   return unit.scale / LOWEST;
 }
 
@@ -159,7 +165,7 @@ template <int N> static inline void quantize(const float *x, const Digits &d, in
   int32_t total = 0;
   float scale = 0;
   if (d.words) {
-    scale = split_words(x, d, block, s, row, top, &total);
+    scale = split_words<N>(x, d, block, s, row, top, &total);
   } else if (finite) {
     scale = d.digits == 1 ? split_int8<N>(x, top, q, &total) : split_exact<N>(x, top, q, stride, d.two, &total);
   } else {

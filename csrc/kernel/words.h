@@ -24,31 +24,34 @@ static inline void sum_words(const WordSegment *p, const int16_t *q, Isa::Ints a
     }
 }
 
-// Products of a segment of NB bands with the lowest digits of a block's tokens, in units of x. Most are zero, as digits are:
-// what was added is cleared again.
+// Products of a segment of NB bands with the lowest digits of a block's tokens, in units of x. Tokens that have none, as most
+// do, share a row of zeros.
 template <int NB> struct LowSums {
-  alignas(64) float of[TOKENS][NB][ROWS] = {};
+  alignas(64) float rows[1 + TOKENS][NB][ROWS];
+  int32_t row[TOKENS];
 
-  void clear(const LowPairs &low) {
-    if (low.count > LowPairs::MOST) memset(of, 0, sizeof of);
-    else
-      for (int i = 0; i < low.count; i++)
-        UNROLL for (int n = 0; n < NB; n++) Isa::store(of[low.pairs[i].token][n], Isa::set1(0));
-  }
+  LowSums() { memset(rows[0], 0, sizeof rows[0]); }
+  void clear() { memset(row, 0, sizeof row); }
+  float *add(int token) { return rows[row[token] = 1 + token][0]; }
+  const float *of(int token) const { return rows[row[token]][0]; }
 };
 
 template <int NB, typename V = Isa>
 __attribute__((noinline)) static void add_listed(const WordSegment p[NB], const LowPairs &low, const float *scale,
                                                  LowSums<NB> &sums) {
-  for (int i = 0; i < low.count; i++) {
-    const LowPairs::Pair &pair = low.pairs[i];
-    const auto two = Isa::quad((const int8_t *)pair.two);
-    const Isa::Floats unit = Isa::set1(scale[pair.token] * LOWEST);
-    UNROLL for (int n = 0; n < NB; n++) {
-      float *sum = sums.of[pair.token][n];
-      const Isa::Ints dot = V::dot_words(Isa::load(p[n].codes + pair.line * 64), two);
-      Isa::store(sum, Isa::fma(Isa::to_float(dot), unit, Isa::load(sum)));
+  for (int i = 0; i < low.count;) {
+    const int token = low.pairs[i].token;
+    Isa::Ints a[NB];
+    UNROLL for (int n = 0; n < NB; n++) a[n] = Isa::zero();
+    for (; i < low.count && low.pairs[i].token == token; i++) {
+      const LowPairs::Pair &pair = low.pairs[i];
+      const uint32_t both = (uint16_t)pair.two[0] | (uint32_t)pair.two[1] << 16;  // as 16-bit numbers
+      const auto two = Isa::quad((const int8_t *)&both);
+      UNROLL for (int n = 0; n < NB; n++) V::add_words(a[n], Isa::load(p[n].codes + pair.line * 64), two);
     }
+    const Isa::Floats unit = Isa::set1(scale[token] * LOWEST);
+    float *sum = sums.add(token);
+    UNROLL for (int n = 0; n < NB; n++) Isa::store(sum + n * ROWS, Isa::mul(Isa::to_float(a[n]), unit));
   }
 }
 
@@ -59,19 +62,21 @@ __attribute__((noinline)) static void add_all(const WordSegment p[NB], const int
   for (int t = 0; t < rows; t++) {
     int16_t q[SEG];
     for (int i = 0; i < SEG; i++) q[i] = lowest[t * SEG + i];
+    float *sum = sums.add(t);
     for (int n = 0; n < NB; n++) {
       Isa::Ints a[1][1];
       sum_words<1, 1, SEG>(p + n, q, a);
-      Isa::store(sums.of[t][n], Isa::mul(Isa::to_float(a[0][0]), Isa::set1(scale[t] * LOWEST)));
+      Isa::store(sum + n * ROWS, Isa::mul(Isa::to_float(a[0][0]), Isa::set1(scale[t] * LOWEST)));
     }
   }
 }
 
-// out [NT][NB][ROWS] += products of a segment. low, likewise: those of lowest digits. next: words to the next segment.
+// out [NT][NB][ROWS] += products of a segment with a block's tokens from `token` on. low: with their lowest digits. next: words
+// to those that are multiplied next.
 template <int NT, int NB, int SEG>
 __attribute__((noinline)) static void multiply_words(const WordSegment p[NB], const int16_t *q, const float *scale,
-                                                     const float *sum, const float *low, int64_t next, float *out) {
-  // Other blocks are far from here.
+                                                     const float *sum, const LowSums<NB> &low, int token, int64_t next,
+                                                     float *out) {
   UNROLL for (int i = 0; i < NT * SEG; i += 32) __builtin_prefetch(q + next + i, 0, 3);
   constexpr int WIDE = NB < Isa::BANDS_AT_ONCE ? NB : Isa::BANDS_AT_ONCE;
   for (int first = 0; first < NB; first += WIDE) {
@@ -80,9 +85,10 @@ __attribute__((noinline)) static void multiply_words(const WordSegment p[NB], co
     UNROLL for (int n = 0; n < WIDE; n++) {
       const Affine w = p[first + n].w;
       UNROLL for (int t = 0; t < NT; t++) {
-        const int at = (t * NB + first + n) * ROWS;
-        const Isa::Floats dot = Isa::fma(Isa::to_float(a[n][t]), Isa::set1(scale[t]), Isa::load(low + at));
-        add_product(w, dot, sum[t], out + at);
+        const int at = (first + n) * ROWS;
+        const Isa::Floats lowest = Isa::load(low.of(token + t) + at);
+        const Isa::Floats dot = Isa::fma(Isa::to_float(a[n][t]), Isa::set1(scale[t]), lowest);
+        add_product(w, dot, sum[t], out + t * NB * ROWS + at);
       }
     }
   }
@@ -105,17 +111,23 @@ static void word_bands(const Matrix &m, int64_t band, const Digits &x, float *ou
       for (int n = 0; n < NB; n++) decode_columns<Form::WORDS, PANEL_NEAR>(m, tile + n * stride, at, SEG, p[n].codes);
       for (int block = 0; block < x.blocks(); block++) {
         const int rows = x.rows(block);
-        const int64_t next = (int64_t)x.digits * rows * SEG / 2;
         const float *scale = x.scale_block(block) + s * rows, *sum = x.sum_block(block) + s * rows;
         const LowPairs &low = x.pairs_block(block)[s];
-        __builtin_prefetch(&low + 1, 0, 3);
+        // What is multiplied next lies far from here. What comes after all blocks the first-level cache would not keep.
+        const bool last = block + 1 == x.blocks();
+        const int after = last ? 0 : block + 1;
+        const int64_t then = s + last;
+        const int64_t next = x.word(after, then, 0) - x.word(block, s, 0);
+        __builtin_prefetch(x.pairs_block(after) + then, 0, 3);
+        __builtin_prefetch(x.scale_block(after) + then * x.rows(after), 0, 3);
+        __builtin_prefetch(x.sum_block(after) + then * x.rows(after), 0, 3);
+        lows.clear();
         if (low.count > LowPairs::MOST) add_all<NB, SEG>(p, x.lowest(block, s, 0), scale, rows, lows);
         else add_listed<NB>(p, low, scale, lows);
         in_runs<MOST_SUMS>(rows, [&](auto count, int t) {
-          multiply_words<decltype(count)::VALUE, NB, SEG>(p, x.word(block, s, t), scale + t, sum + t, lows.of[t][0],
-                                                          next, sums.of(block) + t * NB * ROWS);
+          multiply_words<decltype(count)::VALUE, NB, SEG>(p, x.word(block, s, t), scale + t, sum + t, lows, t, next,
+                                                          sums.of(block) + t * NB * ROWS);
         });
-        lows.clear(low);
       }
     }
   }
