@@ -1,14 +1,15 @@
-// All routed experts of one MoE layer for some tokens (one: experts_token.cpp), in one job. Phases, with a barrier after each:
+// All routed experts of one MoE layer, in one job. Phases, with a barrier after each:
 //   0  the tokens of each active expert are gathered and turned into digits
 //   1  V x of gate and up, where they have compensators
-//   2  (active expert x 64 rows of gate and up): products, activation, digits of the result
+//   2  (active expert x unit of gate and up): products, activation, digits of the result
 //   3  V h of down, where it has a compensator
-//   4  (rows of down): products of all active experts, summed with the routing weights
-// A task of phase 4 owns its columns of the result, so nothing is un-permuted, no sum is shared between threads, and
-// the result does not depend on their number.
+//   4  down, in one of two ways (experts_down.cpp)
+// Every sum is made by one thread in the order of the experts, so the result does not depend on the number of threads, nor on
+// the way.
 #include <string.h>
 
 #include <algorithm>
+#include <new>
 
 #include "dispatch.h"
 #include "experts.h"
@@ -52,15 +53,9 @@ int64_t up_bias(const trilobite_experts_args &a, int64_t expert) {
   return a.gated ? gate_bias(a, expert) + a.intermediate : expert * a.intermediate;
 }
 
-int down_bands(const ExpertsCall &c, int threads) {
-  const int64_t bands = ceil_div(c.a.hidden, ROWS);
-  int units = c.tokens >= 64 ? 4 : 1;
-  while (units > 1 && bands < (int64_t)units * UNIT_BANDS * threads * 4) units /= 2;
-  return units * UNIT_BANDS;
-}
-
 namespace {
 
+constexpr int64_t FEW = 4;       // tokens of an expert, in the mean, that are worth long streams
 constexpr int64_t PAIRS = 4096;  // (token, expert) pairs prepared at a time; bounds the memory of a long prefill
 // Values of gate, of up and of the result that wait for a rotation of whole rows: bounds the pairs, too.
 constexpr int64_t MOST_WAITING = 1 << 24;
@@ -104,6 +99,17 @@ void route(Call &c, Workspace &ws) {
   }
 }
 
+// Where each token's pairs are, for `down_apart`.
+void find_pairs(Call &c, Workspace &ws, int64_t count) {
+  c.pairs = ws.get<int32_t>(c.tokens * c.a.active);
+  std::fill_n(c.pairs, c.tokens * c.a.active, -1);
+  for (int64_t p = 0; p < count; p++) {
+    int32_t *of = c.pairs + c.token[p] * c.a.active;
+    while (*of >= 0) of++;
+    *of = (int32_t)p;
+  }
+}
+
 bool read_matrices(const trilobite_experts_args &a, Active &e) {
   const int64_t *rows = a.table + e.expert * 3 * TRILOBITE_COLUMNS;
   const trilobite_rotation *in = a.rotate_hidden, *out = a.rotate_intermediate;
@@ -121,93 +127,82 @@ bool read_matrices(const trilobite_experts_args &a, Active &e) {
   return true;
 }
 
-void allocate(Call &c, Workspace &ws) {
+// x and h of the active experts. Those that read the only token of a call share its digits, if they cut it into the same
+// segments.
+void allocate(const Call &c, Workspace &ws) {
+  const trilobite_experts_args &a = c.a;
   const auto digits = [&](int count, int64_t k, int seg, bool computed, bool bytes) {
-    return ws.digits(c.t, {count, k, seg, (int)c.a.dtype, (int)c.a.digits, computed, bytes, c.sums});
+    return ws.digits(c.t, {count, k, seg, (int)a.dtype, (int)a.digits, computed, bytes, c.sums});
   };
+  Digits shared[3] = {};
+  auto *left = ws.get<std::atomic<int64_t>>(c.count);
   for (int64_t i = 0; i < c.count; i++) {
     Active &e = c.active[i];
     const int seg = std::min(segment(e.up.group), e.gated ? segment(e.gate.group) : 64);
-    e.x = digits(e.count, c.a.hidden, seg, false, e.up.has_bytes() || (e.gated && e.gate.has_bytes()));
-    e.h = digits(e.count, c.a.intermediate, segment(e.down.group), true, e.down.has_bytes());
-    if (e.gated) e.z_gate = low_rank_buffer(ws, e.gate, e.count);
-    e.z_up = low_rank_buffer(ws, e.up, e.count);
-    e.z_down = low_rank_buffer(ws, e.down, e.count);
+    Digits &x = c.shared_x ? shared[seg / BLOCK] : e.x;
+    if (x.q == nullptr) {
+      x = digits(e.count, a.hidden, seg, false, !c.shared_x && (e.up.has_bytes() || (e.gated && e.gate.has_bytes())));
+      if (c.shared_x) c.t.quantize_block(c.x(), (int)a.dtype, nullptr, x, 0);
+    }
+    e.x = x;
+    e.h = digits(e.count, a.intermediate, segment(e.down.group), true, e.down.has_bytes());
+    e.z_gate = e.gated ? low_rank_buffer(ws, e.gate, e.count) : nullptr;
+    e.z_up = low_rank_buffer(ws, e.up, e.count), e.z_down = low_rank_buffer(ws, e.down, e.count);
+    if (c.results == nullptr) continue;
+    const Matrix up = spread_bands(e.up, e.count), gate = e.gated ? spread_bands(e.gate, e.count) : e.gate;
+    if (!e.gated || up.apart == gate.apart) e.up = up, e.gate = gate;
+    e.down = spread_bands(e.down, e.count);
+    if (e.up.apart == 1) continue;
+    e.whole_h = ws.get<float>(a.intermediate);
+    e.left = new (&left[i]) std::atomic<int64_t>(units(e.up));
   }
 }
 
-// 64 rows of gate and up -> digits of act(gate) * up.
+// A unit of gate and up -> digits of act(gate) * up; of bands that lie apart, the last one of an expert makes the digits.
 void gate_up(const Call &c, Active &e, int64_t unit, float *gate, float *up, void *scratch) {
   const trilobite_experts_args &a = c.a;
-  const int64_t band = unit * UNIT_BANDS, row = band * ROWS;
+  const int64_t band = first_band(e.up, unit, UNIT_BANDS);
   const int bands = (int)std::min<int64_t>(UNIT_BANDS, e.up.bands - band);
-  const int64_t width = std::min<int64_t>(UNIT, a.intermediate - row);
   product(c.t, e.up, band, bands, e.x, e.z_up, up, UNIT, scratch);
-  add_bias(a, a.gate_up_bias, up_bias(a, e.expert) + row, width, e.count, up, UNIT);
-  if (e.gated) {
-    product(c.t, e.gate, band, bands, e.x, e.z_gate, gate, UNIT, scratch);
-    add_bias(a, a.gate_up_bias, gate_bias(a, e.expert) + row, width, e.count, gate, UNIT);
-  }
-  float *h = e.gated ? gate : up;
-  for (int t = 0; t < e.count; t++)
-    c.t.activate((int)a.activation, a.numbers, h + t * UNIT, e.gated ? up + t * UNIT : nullptr, width);
-  c.t.quantize_columns(h, UNIT, row, (int)width, e.h);
-}
-
-// Rows [band * 16, ...) of the layer's result, all experts and tokens.
-void down(const Call &c, int64_t band, int bands, float *sum, float *out, void *scratch) {
-  const trilobite_experts_args &a = c.a;
-  const int64_t ld = (int64_t)ceil_div(bands, UNIT_BANDS) * UNIT, row = band * ROWS;
-  const int64_t width = std::min<int64_t>(bands * ROWS, a.hidden - row), size = element_size(a.dtype);
-  float *kept = a.sums ? a.sums + c.start * a.hidden + row : nullptr;
-  memset(sum, 0, c.tokens * ld * sizeof(float));
-  for (int64_t t = 0; kept && t < c.tokens; t++) memcpy(sum + t * ld, kept + t * a.hidden, width * sizeof(float));
-  for (int64_t i = 0; i < c.count; i++) {
-    const Active &e = c.active[i];
-    product(c.t, e.down, band, bands, e.h, e.z_down, out, ld, scratch);
-    add_bias(a, a.down_bias, e.expert * a.hidden + row, width, e.count, out, ld);
-    for (int t = 0; t < e.count; t++) {
-      const float w = c.weight[e.first + t];
-      float *s = sum + c.token[e.first + t] * ld, *o = out + t * ld;
-      for (int64_t j = 0; j < width; j++) s[j] += w * o[j];
-    }
-  }
-  for (int64_t t = 0; kept && t < c.tokens; t++) memcpy(kept + t * a.hidden, sum + t * ld, width * sizeof(float));
-  auto *y = (uint8_t *)a.y + ((c.start * a.hidden) + row) * size;
-  for (int64_t t = 0; t < c.tokens; t++) c.t.store(sum + t * ld, width, y + t * a.hidden * size, (int)a.dtype);
+  if (e.gated) product(c.t, e.gate, band, bands, e.x, e.z_gate, gate, UNIT, scratch);
+  for_pieces(e.up, band, bands, [&](int64_t row, int64_t width, int64_t column) {
+    float *u = up + column, *g = gate + column, *h = e.gated ? g : u;
+    add_bias(a, a.gate_up_bias, up_bias(a, e.expert) + row, width, e.count, u, UNIT);
+    if (e.gated) add_bias(a, a.gate_up_bias, gate_bias(a, e.expert) + row, width, e.count, g, UNIT);
+    for (int t = 0; t < e.count; t++)
+      c.t.activate((int)a.activation, a.numbers, h + t * UNIT, e.gated ? u + t * UNIT : nullptr, width);
+    if (e.whole_h) memcpy(e.whole_h + row, h, width * sizeof(float));
+    else c.t.quantize_columns(h, UNIT, row, (int)width, e.h);
+  });
+  if (e.left && e.left->fetch_sub(1) == 1) c.t.quantize_columns(e.whole_h, a.intermediate, 0, (int)a.intermediate, e.h);
 }
 
 void phases(const Call &c, Member &me, int most) {
   Workspace &ws = worker_workspace();
-  const int per_task = down_bands(c, me.threads());
-  const int64_t widest = std::max<int64_t>(UNIT, (int64_t)per_task * ROWS);
-  // `down` keeps sums of all tokens in `two` and products of one expert in `one`; `gate_up` needs less of both.
-  float *one = ws.get<float>(most * widest), *two = ws.get<float>(std::max<int64_t>(most * UNIT, c.tokens * widest));
+  float *gate = ws.get<float>(most * UNIT), *up = ws.get<float>(most * UNIT);
   void *scratch = ws.get<uint8_t>(scratch_bytes(c.t, std::max(c.a.hidden, c.a.intermediate)));
   share_flat(
-      c, me, [](const Active &e) { return (int64_t)e.x.blocks(); },
+      c, me, [&](const Active &e) { return c.shared_x ? 0 : (int64_t)e.x.blocks(); },
       [&](Active &e, int64_t b) { c.t.quantize_block(c.x(), (int)c.a.dtype, c.token + e.first, e.x, (int)b); });
   share_flat(
       c, me, [](const Active &e) { return ranks(e.gate) + ranks(e.up); },
       [&](Active &e, int64_t i) { project_x(c, e, i, scratch); });
   share_flat(
-      c, me, [](const Active &e) { return ceil_div(e.up.bands, UNIT_BANDS); },
-      [&](Active &e, int64_t u) { gate_up(c, e, u, one, two, scratch); });
+      c, me, [](const Active &e) { return units(e.up); },
+      [&](Active &e, int64_t u) { gate_up(c, e, u, gate, up, scratch); });
   share_flat(
       c, me, [](const Active &e) { return ranks(e.down); },
       [&](Active &e, int64_t i) { project(c, e.down, i, e.h, e.z_down, scratch); });
-  const int64_t bands = ceil_div(c.a.hidden, ROWS);
-  me.share(ceil_div(bands, per_task), [&](int64_t i) {
-    down(c, i * per_task, (int)std::min<int64_t>(per_task, bands - i * per_task), two, one, scratch);
-  });
+  if (c.results) down_apart(c, me, most, ws, scratch);
+  else down_together(c, me, most, ws, scratch);
 }
 
 bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
   Workspace &ws = call_workspace();
-  Call c{a, tier(), start, tokens, nullptr, 0, nullptr, nullptr, tokens == 1, false};
+  Call c{a, tier(), start, tokens, nullptr, 0, nullptr, nullptr, tokens == 1, false, nullptr, nullptr};
   route(c, ws);
   int most = 0;
-  int64_t work = 0;
+  int64_t work = 0, pairs = 0;
   bool lattice = false;
   for (int64_t i = 0; i < c.count; i++) {
     if (!read_matrices(a, c.active[i])) return false;
@@ -215,14 +210,17 @@ bool pass(const trilobite_experts_args &a, int64_t start, int64_t tokens) {
     const Matrix &m = e.up;  // gate and down are as large
     lattice |= m.lattice() || e.gate.lattice() || e.down.lattice();
     c.sums |= m.sub || e.gate.sub || e.down.sub;
-    most = std::max(most, e.count);
+    most = std::max(most, e.count), pairs += e.count;
     work += 3 * e.count * m.bands * m.groups * m.tile_bytes;
   }
   if (most > 1) c.shared_x = false;  // one token that chose an expert twice has two rows there
   const int threads = work < SMALL ? 1 : (int)a.threads;
   if (lattice && a.sums) return fail("experts: sums of several calls are not for lattice formats");
   if (lattice) return lattice_pass(c, ws, threads, most), true;
-  if (c.shared_x) return token_pass(c, ws, threads), true;
+  if (pairs <= FEW * c.count) {
+    find_pairs(c, ws, pairs);
+    c.results = ws.get<float>(pairs * a.hidden);
+  }
   allocate(c, ws);
   run_team(threads, [&](Member &me) { phases(c, me, most); });
   return true;

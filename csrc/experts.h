@@ -1,7 +1,9 @@
-// What the ways to run a layer of experts share: experts.cpp (affine formats), experts_token.cpp (one token), lattice_experts.cpp
-// (with rotations).
+// What the ways to run a layer of experts share: experts.cpp and experts_down.cpp (affine formats), lattice_experts.cpp (with
+// rotations).
 #ifndef TRILOBITE_EXPERTS_H
 #define TRILOBITE_EXPERTS_H
+#include <atomic>
+
 #include "engine.h"
 #include "pool.h"
 
@@ -14,6 +16,9 @@ struct Active {
   Matrix gate, up, down;
   Digits x, h;
   float *z_gate, *z_up, *z_down;
+  // Where bands of gate and up lie apart: h [intermediate] of its token, units that are not done. Otherwise NULL.
+  float *whole_h;
+  std::atomic<int64_t> *left;
 };
 
 struct ExpertsCall {
@@ -26,6 +31,10 @@ struct ExpertsCall {
   float *weight;   // [pairs]
   bool shared_x;   // one token: every expert reads the same digits
   bool sums;       // some matrix reads sums of digits
+  // For `down_apart`, or NULL: [pairs, hidden] what each expert makes, sorted like `token`; [tokens, active] the pairs of a
+  // token, in the order of the experts, then -1.
+  float *results;
+  int32_t *pairs;
 
   const uint8_t *x() const;
 };
@@ -41,8 +50,10 @@ int64_t gate_bias(const trilobite_experts_args &a, int64_t expert);
 int64_t up_bias(const trilobite_experts_args &a, int64_t expert);
 void add_bias(const trilobite_experts_args &a, const void *bias, int64_t at, int64_t width, int count, float *out,
               int64_t ld);
-// Bands of a task of the down projections: wide when there are many tokens, so that their digits are read less often.
+// Bands of a task of the down projections of all experts: wide when there are many tokens, so that their digits are read less
+// often.
 int down_bands(const ExpertsCall &c, int threads);
+inline int64_t units(const Matrix &m) { return ceil_div(m.bands, UNIT_BANDS); }
 
 // One flat range of tasks over all active experts: `size(expert)` tasks each.
 template <typename Size, typename Task>
@@ -58,8 +69,11 @@ void share_flat(const ExpertsCall &c, Member &me, Size size, Task task) {
   });
 }
 
-// The pass for one token, which chose no expert twice.
-void token_pass(const ExpertsCall &c, Workspace &ws, int threads);
+// The down projections and the sums of the layer. Together: a task is of some rows of all experts, and adds their products up
+// while they are in the cache. Apart: a task is of one expert, and follows what was read before it; the products are added up
+// when all are there. `most`: tokens of the busiest expert; `ws`: the thread's.
+void down_together(const ExpertsCall &c, Member &me, int most, Workspace &ws, void *scratch);
+void down_apart(const ExpertsCall &c, Member &me, int most, Workspace &ws, void *scratch);
 
 // The pass for layers in which an active expert has a matrix in a lattice format.
 // `most`: tokens of the busiest expert.
