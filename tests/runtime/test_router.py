@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from trilobite.kernels import ops
+from trilobite.kernels.cpu import dense
 from trilobite.kernels.cpu.dense import MOST_TOKENS
 from trilobite.runtime.load import load
 from trilobite.runtime.modules.router import RouterWeight
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_linear_with_a_router() -> None:
-    """One or few tokens natively; more, gradients and other operators as of any parameter."""
+def test_linear_with_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or few tokens natively; more where torch has no tiles; gradients and other operators as of any parameter."""
     plain = torch.randn(8, 2048).bfloat16()
     w, x = RouterWeight(plain), torch.randn(1, 2048).bfloat16()
     few, many = (torch.randn(tokens, 2048).bfloat16() for tokens in (MOST_TOKENS, MOST_TOKENS + 1))
@@ -32,7 +33,11 @@ def test_linear_with_a_router() -> None:
         assert torch.equal(made, ops.dense_linear(x, plain))
         assert torch.equal(linear(x, weight=w, bias=bias), ops.dense_linear(x, plain, bias))
         assert torch.equal(linear(few, w), ops.dense_linear(few, plain))
+        monkeypatch.setattr(dense, "TILES", True)
         assert torch.equal(linear(many, w), linear(many, plain))
+        monkeypatch.setattr(dense, "TILES", False)
+        assert torch.equal(linear(many, w), ops.dense_linear(many, plain))
+        assert torch.equal(linear(many, w)[:8], linear(many[:8], w))
         for converted in (w.float(), w.type(torch.float32), w.to(torch.float32)):
             assert torch.equal(linear(x.float(), converted), ops.dense_linear(x.float(), plain.float()))
             assert type(converted + 1) is torch.Tensor

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trilobite.errors import ShapeError
 from trilobite.kernels import ops
+from trilobite.kernels.cpu import dense
 from trilobite.kernels.cpu import engine as cpu
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native library is not installed")
@@ -90,6 +91,20 @@ def test_a_matrix_for_each_head(tier: str, dtype: torch.dtype) -> None:
     for wrong in (w[:, :, :8], w[1:], w.double(), w.transpose(1, 2)):
         with pytest.raises(ShapeError, match="dense"):
             ops.dense_heads(x, wrong)
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_many_tokens_where_torch_has_no_tiles(monkeypatch: pytest.MonkeyPatch, tiles: bool) -> None:
+    """Of 16 bits, and not more than memory should be taken for."""
+    monkeypatch.setattr(dense, "TILES", tiles)
+    monkeypatch.setattr(dense, "MOST_VALUES", 300 * 32)
+    for dtype in (torch.bfloat16, torch.float16):
+        x, w, _ = operands(dtype, 300, 8, 32)
+        assert ops.multiplies(x, w) is not tiles
+        assert not ops.multiplies(torch.cat((x, x[:1])), w)
+        if not tiles:
+            assert close(ops.dense_linear(x, w), x, w)
+    assert not ops.multiplies(*operands(torch.float32, 65, 8, 32)[:2])
 
 
 def test_what_it_does_not_multiply() -> None:

@@ -15,13 +15,18 @@ from trilobite.kernels.cpu.engine import team
 from trilobite.kernels.cpu.matrix import DTYPES, dtype_code
 
 MOST_TOKENS = 64
-"""As many as steps have that come from a list; more are faster by torch, which packs them into tiles."""
+"""As many as steps have that come from a list; more are faster by torch where it packs them into tiles."""
+MOST_VALUES = 1 << 24
+"""Of x, where it does not: they are kept in fp32 until the call returns."""
+TILES = torch.backends.cpu.get_cpu_capability() != "AVX2"
+"""Whether torch has them for 16-bit numbers. On AVX2 it multiplies these one dot product after the other."""
 
 _lib, _ = native.load()
 
 
 def multiplies(x: Tensor, w: Tensor) -> bool:
-    """Whether the native library does that: few tokens [..., K] on the CPU, a contiguous W [N, K] of the same dtype."""
+    """Whether the native library does that: tokens [..., K] on the CPU, few or such that torch has no tiles for, and a
+    contiguous W [N, K] of the same dtype."""
     return (
         _lib is not None
         and x.is_cpu
@@ -31,7 +36,7 @@ def multiplies(x: Tensor, w: Tensor) -> bool:
         and w.dim() == 2
         and x.dim() > 0
         and x.shape[-1] == w.shape[1]
-        and 0 < x.numel() <= MOST_TOKENS * w.shape[1]
+        and 0 < x.numel() <= (MOST_TOKENS * w.shape[1] if TILES or x.dtype == torch.float32 else MOST_VALUES)
         and w.is_contiguous()
     )
 
