@@ -19,6 +19,7 @@ from trilobite.recipe import COMPENSATORS, Format, LatticeFormat
 
 # Its two shared experts work on every token; as routed ones they cost the same bytes.
 DEEPSEEK = replace(ROUTED, active=8)
+QWEN3 = ExpertsShape(name="Qwen3-30B-A3B", experts=128, active=8, hidden=2048, intermediate=768)
 
 
 def fill(part: Tensor, fmt: Format) -> None:
