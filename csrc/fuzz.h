@@ -181,6 +181,7 @@ inline Bytes stored(const std::vector<float> &x, int64_t dtype) {
 }
 
 inline void load(const Bytes &b, int64_t dtype, float *x) {
+  if (b.empty()) return;  // no tokens
   if (dtype == TRILOBITE_F32) return (void)memcpy(x, b.data(), b.size());
   for (size_t i = 0; i < b.size() / 2; i++) {
     const uint32_t h = b[2 * i] | (uint32_t)b[2 * i + 1] << 8, bits = h << 16;
