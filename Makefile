@@ -54,7 +54,7 @@ test-gpu: install
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/runtime/test_on_gpu.py -m ""
 
 sanitize: install
-	PATH="$(abspath $(BIN)):$$PATH" csrc/sanitize.sh 100
+	PATH="$(abspath $(BIN)):$$PATH" csrc/sanitize.sh 70
 
 old-triton: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
