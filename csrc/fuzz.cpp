@@ -38,7 +38,7 @@ bool fuzz_linear() {
   const int64_t digits = pick(0, 1) ? TRILOBITE_EXACT : TRILOBITE_INT8, threads = pick(1, 2);
   const Inputs in(w, tokens, digits);
   const Bytes x = stored(in.x, in.dtype);
-  Bytes made(tokens * n * bytes_of(in.dtype));
+  Bytes made(tokens * n * trilobite::size_of(in.dtype));
   char what[200];
   snprintf(what, sizeof what, "linear n=%ld k=%ld tokens=%ld bits=%ld group=%ld rank=%ld/%ld digits=%ld dtype=%ld",
            (long)n, (long)k, (long)tokens, (long)w.m.bits, (long)group, (long)w.m.rank, (long)w.m.rank_bits,
@@ -71,7 +71,7 @@ bool fuzz_together() {
     if (lattice) fill_lattice(weights[i], n, k, in, turns.back());
     else fill(weights[i], n, k, pick(0, 2) ? 64 : 32);
     weights[i].point();
-    made[i].resize(tokens * n * bytes_of(dtype)), alone[i].resize(made[i].size());
+    made[i].resize(tokens * n * trilobite::size_of(dtype)), alone[i].resize(made[i].size());
     products[i] = {&weights[i].m, pick(0, 1) && n <= 320 ? bias.data() : nullptr, TRILOBITE_F32, made[i].data()};
   }
   for (const char *tier : TIERS) {
@@ -119,7 +119,7 @@ bool fuzz_experts(bool lattice) {
   const int64_t dtype = some_dtype();
   const Bytes x = stored(activations(tokens * hidden), dtype);
   const auto weights = activations(tokens * active);
-  Bytes made(tokens * hidden * bytes_of(dtype));
+  Bytes made(tokens * hidden * trilobite::size_of(dtype));
   const auto gate_up_bias = activations(experts * (1 + gated) * intermediate), down_bias = activations(experts * hidden);
   std::vector<int64_t> index(tokens * active);
   for (auto &e : index) e = pick(-1, experts + 1);

@@ -10,6 +10,8 @@
 #include <random>
 #include <vector>
 
+#include "kernel_convert.h"
+#include "step.h"
 #include "trilobite.h"
 
 namespace fuzz {
@@ -164,32 +166,15 @@ inline std::vector<float> activations(int64_t count) {
 }
 
 inline int64_t some_dtype() { return pick(0, 2); }
-inline int64_t bytes_of(int64_t dtype) { return dtype == TRILOBITE_F32 ? 4 : 2; }
 
-// As dtype, bfloat16 rounded, fp16 cut off; what is not normal there is 0.
 inline Bytes stored(const std::vector<float> &x, int64_t dtype) {
-  Bytes b(x.size() * bytes_of(dtype));
-  for (size_t i = 0; i < x.size(); i++) {
-    uint32_t u;
-    memcpy(&u, &x[i], 4);
-    if (dtype == TRILOBITE_F32) memcpy(&b[4 * i], &u, 4);
-    else if (dtype == TRILOBITE_BF16) put_half(&b[2 * i], (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16));
-    else if (fabsf(x[i]) >= 0x1p-14f)
-      put_half(&b[2 * i], (uint16_t)((u >> 16 & 0x8000) | ((u & 0x7fffffff) - (112u << 23)) >> 13));
-  }
+  Bytes b(x.size() * trilobite::size_of(dtype));
+  if (!b.empty()) trilobite::store_floats(x.data(), (int64_t)x.size(), b.data(), (int)dtype);
   return b;
 }
 
 inline void load(const Bytes &b, int64_t dtype, float *x) {
-  if (b.empty()) return;  // no tokens
-  if (dtype == TRILOBITE_F32) return (void)memcpy(x, b.data(), b.size());
-  for (size_t i = 0; i < b.size() / 2; i++) {
-    const uint32_t h = b[2 * i] | (uint32_t)b[2 * i + 1] << 8, bits = h << 16;
-    const int exponent = h >> 10 & 31, fraction = (int)(h & 1023) + (exponent ? 1024 : 0);
-    if (dtype == TRILOBITE_BF16) memcpy(&x[i], &bits, 4);
-    else if (exponent == 31) x[i] = h & 1023 ? NAN : h >> 15 ? -INFINITY : INFINITY;
-    else x[i] = (h >> 15 ? -1.0f : 1.0f) * ldexpf((float)fraction, (exponent ? exponent : 1) - 25);
-  }
+  if (!b.empty()) trilobite::load_floats(b.data(), (int)dtype, 0, (int64_t)b.size() / trilobite::size_of(dtype), x);
 }
 
 struct Layer {

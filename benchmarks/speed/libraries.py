@@ -140,6 +140,9 @@ def main() -> None:
         return serve(args.serve)
     if not args.new:
         options.error("two libraries are compared")
+    for library in (args.old, args.new):
+        if not library.is_file():
+            options.error(f"{library}: no such file; both are builds of libtrilobite.so")
     rows, data = [], []
     cases = list(product(args.tokens, MODES))
     for shape in args.shapes:

@@ -24,8 +24,13 @@ def test_a_library_beside_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert 0.2 < row["ratio"] < 5
 
 
-def test_one_library_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["libraries", "libtrilobite.so"])
+@pytest.mark.parametrize(
+    ("paths", "line"), [(["one.so"], "two libraries"), (["one.so", "two.so"], "one.so: no such file")]
+)
+def test_what_is_no_pair_of_libraries_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], paths: list[str], line: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["libraries", *paths])
     with pytest.raises(SystemExit):
         libraries.main()
-    assert "two libraries" in capsys.readouterr().err
+    assert line in capsys.readouterr().err
